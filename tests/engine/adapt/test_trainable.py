@@ -14,7 +14,7 @@ import small
 from inside import spec_of, store_of
 from megatrain_jax._src.common.keys import PASSING, Kind
 from megatrain_jax._src.common.trees import path_name
-from megatrain_jax._src.engine.adapt.adapters import adapt, trainable_mask
+from megatrain_jax._src.engine.adapt.adapters import adapt, is_frozen, trainable_mask
 from megatrain_jax._src.engine.schedule.instructions import Op
 from messages import refuses, tells, warns
 from optimizers import OPTIMIZERS
@@ -341,3 +341,14 @@ def test_filters_of_types_choose_nothing_in_a_tree_of_arrays():
         mt.plan(*made, trainable=nnx.LoRAParam)
     assert mt.plan(*made, trainable=nnx.PathContains("w")).num_frozen == 1
     assert mt.plan(*made, trainable=lambda path, value: value.shape == (1,)).num_frozen == 4
+
+
+def test_a_module_is_frozen_as_the_smallest_one_around_it_with_parameters():
+    trained = {("block", "norm", "scale"): False, ("block", "w"): True, ("head", "w"): False}
+    found = {
+        path: is_frozen(tuple(path.split("/")), [*trained], [*trained.values()])
+        for path in ("block", "block/drop", "block/norm", "block/norm/seen", "head/drop", "other")
+    }
+    assert [path for path, frozen in found.items() if frozen] == [
+        *("block/norm", "block/norm/seen", "head/drop")
+    ]

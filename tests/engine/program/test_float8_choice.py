@@ -111,6 +111,9 @@ def router(model, batch):
     chances = jax.nn.softmax(x @ model["router"])
     shares, chosen = lax.top_k(chances, 2)
     x = x + (jnp.tanh(x @ model["in"])[..., :2] * shares * chosen).sum(-1, keepdims=True)
+    # What is compared before a choice of tokens is no router.
+    like = jnp.einsum("bqd,bkd->bqk", x @ model["near"], x)
+    x = x + lax.top_k(like, 2)[1].sum(-1, keepdims=True)
     return cross_entropy(x @ model["head"], batch["labels"])
 
 
@@ -147,7 +150,11 @@ MODELS: list[tuple[Callable[..., Any], dict[str, tuple[int, ...]], set[str]]] = 
     (chunked_head, {"head": HEAD}, LAYERS),
     (two_heads, {"head": HEAD, "early": (WIDE, WIDE), "late": HEAD}, {*LAYERS, "early"}),
     (normalised_head, {"head": HEAD}, LAYERS),
-    (router, {"head": HEAD, "router": (WIDE, WIDE), "in": (WIDE, WIDE)}, {*LAYERS, "in"}),
+    (
+        router,
+        {"head": HEAD} | dict.fromkeys(("router", "in", "near"), (WIDE, WIDE)),
+        {*LAYERS, "in", "near"},
+    ),
     (largest, {"head": HEAD, "in": (WIDE, WIDE)}, {*LAYERS, "in"}),
     (turns, {"head": HEAD, "in": (WIDE, WIDE)}, {*LAYERS, "in"}),
     (lambda model, batch: hidden(model, batch).mean(), {}, LAYERS - {"layers/1/down"}),

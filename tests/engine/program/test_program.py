@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from cut_cases import cut_case, trace_case
-from cuts import run_stages
+from cuts import TOKENS, cut, run_stages
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.blocks import power
 from megatrain_jax._src.engine.program.layers.sliced_values import selector
@@ -69,6 +70,25 @@ def test_skips_pass_by_reference():
     assert len(made) == len(set(made))
     readers = {i: sum(i in stage.inputs for stage in program.stages) for i in made}
     assert max(readers.values()) >= 2
+
+
+def test_large_data_is_made_where_it_is_read_also_beside_a_small_sum():
+    """A loop over rows gives a table of each, and how many tokens there are."""
+
+    def loss(params, batch):
+        x = params["embed"][batch["tokens"]]
+        for w in params["layers"]:
+            x = jnp.tanh(x @ w)
+        count, table = lax.scan(
+            lambda count, row: (count + row.size, jax.nn.one_hot(row, 64)),
+            jnp.float32(0),
+            batch["tokens"],
+        )
+        return ((x @ params["head"] - table) ** 2).sum() / count
+
+    params = {"embed": jnp.ones((64, 8)), "layers": [jnp.ones((8, 8))] * 3}
+    program, _ = cut(params | {"head": jnp.ones((8, 64))}, loss, TOKENS)
+    assert max(jx.num_elements(program.values[i]) for i in program.prologue_values) <= 32
 
 
 def test_a_tied_embedding_is_read_by_two_stages_and_casts_are_repeated():

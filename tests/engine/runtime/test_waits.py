@@ -1,6 +1,7 @@
 """Where the driver waits, what it waits for is there when it goes on: on a device that is slow."""
 
 import dataclasses
+import weakref
 from typing import Any
 
 import jax
@@ -76,8 +77,10 @@ def test_what_lands_or_rests_is_in_the_host(platform):
     transfers = leaving(platform)
     transfers.dispatch()
     key = Key(Kind.MASTERS, 1)
+    ((copied,), _) = transfers._leaving[5, key]
+    copied = weakref.ref(copied)
     transfers.wait_for_offload(5, key)
-    assert are_ready(transfers.store.host[key])
+    assert are_ready(transfers.store.host[key]) and copied() is None
     transfers = leaving(platform)
     transfers.rest()
     assert are_ready(x for slabs in transfers.store.host.values() for x in slabs)

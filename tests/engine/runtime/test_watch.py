@@ -51,6 +51,8 @@ def pass_time(watch: Watch, seconds: float, numbers: tuple[int, ...] = ()) -> No
 def test_the_users_code_is_interrupted_some_seconds_after_sigterm(is_users):
     found, signals = watch_of(Processes())
     with doing("drawing batch 3", of_user=is_users):
+        with doing("a part of it, which is over", of_user=not is_users):
+            pass
         pass_time(found, 2, (signal.SIGTERM,))
         assert not signals.errors
         pass_time(found, 8)
@@ -83,12 +85,12 @@ def test_a_run_stalls_if_no_process_gets_on_for_as_long_as_allowed(capfd):
     processes = processes_of(board)
     found, signals = watch_of(processes, 100)
     with doing("drawing batch 3", of_user=True):
-        for beat in range(4):
+        for beat, pause in enumerate((90, 30, 30)):
             board.show(1, count=beat, doing="compiling")
-            pass_time(found, 90)
+            pass_time(found, pause)
         assert not signals.errors and not present(processes).ending
         # Three times the longest pause is more than the limit.
-        pass_time(found, 175)
+        pass_time(found, 235)
         assert not signals.errors and not present(processes).ending
         pass_time(found, 10)
     (error,) = signals.errors

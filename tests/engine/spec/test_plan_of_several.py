@@ -20,6 +20,7 @@ from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.kernels.liveness import temporary_bytes
 from megatrain_jax._src.engine.kernels.sharding_prediction import sharded_axes
 from megatrain_jax._src.engine.report.make_plan import make_plan
+from megatrain_jax._src.engine.report.plan import UNUSED_PARTS
 from megatrain_jax._src.engine.schedule.clock import Clock
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.schedule.workload import Costs, Link
@@ -243,6 +244,9 @@ def test_a_process_s_host_has_its_devices_shares(spec, together):
     beside = BETWEEN_PROCESSES_BYTES + batches // 2
     assert shared.host_process_bytes == own + beside > own
     assert shared.host_fixed_bytes == pool_limit.beside_bytes(0) + beside
+    # Both have pools, whose last parts may be unused.
+    pools = 2 * pool.pool_bytes(half, array, 10**9, 2)
+    assert shared.host_parts[UNUSED_PARTS] == pools - shared.host_peak_bytes > pools // 2
     quarter = make_plan(spec, 4, 1), pool.process_bytes(alone.host_peak_bytes // 4, array, 10**9)
     assert quarter[0].host_process_bytes == quarter[1] + BETWEEN_PROCESSES_BYTES + batches // 4
     both = pool.process_bytes(alone.host_peak_bytes, array, 10**9, 4)
@@ -250,6 +254,10 @@ def test_a_process_s_host_has_its_devices_shares(spec, together):
     moved = shared.bytes_in + shared.bytes_out
     assert shared.bytes_through_host == 2 * together * moved
     assert shared.seconds_in == pytest.approx(shared.bytes_in / min(10, 40 / (2 * together)))
+    # Without links between GPUs, what each sends to the others passes its own host, in and out.
+    unlinked = replace(shared, hardware=replace(MACHINE, peer_bytes_per_s=None))
+    each = min(10, 40 / (2 * 2 * together))
+    assert unlinked.seconds_collectives == pytest.approx(shared.collective_bytes / each)
     least = shared.host_process_bytes or 0
     roomy = replace(MACHINE, host_bytes=2**40)
     fits = (replace(shared, hardware=roomy, host_budget=n).fits_host for n in (least - 1, least))

@@ -19,6 +19,7 @@ from megatrain_jax._src.engine import start
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.options.options import Options
+from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.schedule import transient_host_bytes
 from megatrain_jax._src.engine.spec import budget as budget_module
@@ -185,6 +186,17 @@ def test_on_a_cpu_the_host_budget_that_would_suffice_is_accepted():
         check_host(asked, 1, 1)
     found = re.search(r"again\b.* ([\d.]+) GiB", str(caught.value))
     assert found and fit_to_host(with_host_budget(spec, int(float(found[1]) * GIB)))
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_a_process_is_refused_only_less_than_its_share_needs(processes):
+    spec = spec_of_deep_layers(8, depth=4)
+    spec = dataclasses.replace(spec, first=dataclasses.replace(spec.first, num_devices=4))
+    least = make_plan(spec, processes, 1).host_process_bytes
+    assert least is not None
+    check_host(with_host_budget(spec, least), processes, 1)
+    with pytest.raises(MemoryError):
+        check_host(with_host_budget(spec, least - 1), processes, 1)
 
 
 def test_a_run_that_exceeds_its_host_budget_is_refused_in_words():

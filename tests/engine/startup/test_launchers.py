@@ -276,6 +276,7 @@ def test_an_indexed_job_is_joined_only_with_the_package_that_asks_the_cluster(ba
     bare.setattr(distributed, "find_spec", lambda name: name)
     found = distributed.find_place(os.environ, NOTHING)
     assert found is not None and found.num_processes is None
+    assert mt.distributed.is_first(), "nobody knows yet that it is not"
 
 
 def test_jax_gets_what_the_launcher_tells(bare):

@@ -206,6 +206,9 @@ def test_functions_of_initial_state_are_compiled_beside_the_functions_of_a_step(
         store = Store(spec.layouts, placement, jax.random.key(0))
         fill_store(spec, store, cache, initial, lambda: None)
         assert not {"pack", "init_group"} & functions_compiled(caplog)
+    assert cache.has_compiled(step)
+    cache.drop({id(cache.get(step[-1]))})
+    assert cache.has_compiled(step[:-1]) and not cache.has_compiled(step), "as in a new cache"
 
 
 def functions_compiled(caplog):

@@ -228,6 +228,9 @@ def test_only_what_helps_is_advised():
     batch = {"model": "m", "tokens": 16384, "gpus": 2}
     of_device = advised(None, False, lambda s: s.microbatches == "auto", **batch)
     assert tells(of_device, "GPU", "--microbatches auto") and not tells(of_device, "host")
+    # Each GPU has two of four rows.
+    in_rows = advised(None, False, lambda s: s.microbatches == "auto", microbatches=2, **batch)
+    assert not tells(in_rows, "--microbatches")
     shorter = advised(None, False, lambda s: s.length == 2048, **batch)
     assert tells(shorter, "--length 2048", "2,048")
     both = advised(False, False, lambda s: False, device_budget="minimum", clip=None)

@@ -45,7 +45,11 @@ def test_a_run_is_done_when_all_is_exported(tmp_path):
     assert not folder.is_done(settings)
     (tmp_path / "adapter").mkdir()
     assert folder.is_done(settings)
-    assert not RunFolder(tmp_path / "other").is_done(FinetuneSettings(**GIVEN, export="never"))
+    other, settings = RunFolder(tmp_path / "other"), FinetuneSettings(**GIVEN, export="never")
+    assert not other.is_done(settings)
+    other.path.mkdir()
+    other.finish({})
+    assert other.is_done(settings)
 
 
 def test_a_record_has_the_learning_rate_of_its_own_step(capsys):

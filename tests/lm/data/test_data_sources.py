@@ -305,7 +305,9 @@ def test_folders_and_patterns_are_read_in_the_order_of_names(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["bz2", "gz", "xz", "zst"])
-def test_damage_after_the_first_stream_of_a_compressed_file_is_an_error(tmp_path: Path, kind: str):
+def test_damage_after_the_first_stream_of_a_compressed_file_is_an_error(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
     path, plain = tmp_path / f"a.jsonl.{kind}", write(tmp_path / "a.jsonl", ROWS)
     compress: Any = {
         "bz2": bz2.compress,
@@ -328,6 +330,9 @@ def test_damage_after_the_first_stream_of_a_compressed_file_is_an_error(tmp_path
         path.write_bytes(one + bytes(3))
         with pytest.raises(data.DataError, match=str(path)):
             load(path)
+        monkeypatch.setattr(reading, "_CHUNK", len(one))  # a stream ends where a chunk does
+        path.write_bytes(one + one)
+        assert_same_batches(load(path), reference)
 
 
 @pytest.mark.parametrize("kind", ["file", "stream"])

@@ -403,6 +403,7 @@ def test_each_generation_is_drawn_anew_and_rewarded_with_the_columns_of_its_prom
     for name in ("temperature", "top_p", "top_k", "stop"):
         assert asked[0][name] == given[name]
     assert made.notes[1]["completions/clipped_ratio"] == 0.25
+    assert made.seconds.keys() == {1, 2}, "of the steps that are trained by then"
 
 
 def test_rows_have_whole_completions_and_little_padding():

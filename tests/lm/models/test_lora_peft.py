@@ -193,7 +193,7 @@ def test_dora_of_any_module_is_its_merged_matrix(dropout):
 @pytest.mark.parametrize(
     ("name", "saved", "told"),
     [
-        ("llama", ["lm_hed"], ["'lm_hed'"]),
+        ("llama", ["head"], ["'head'"]),  # of lm_head only the end
         ("llama", ["mlp"], ["layers/0/mlp", "modules"]),
         ("llama", ["q_proj"], ["`modules_to_save`", "`targets`", "layers/0/self_attn/q_proj"]),
         ("qwen2", ["embed_tokens"], ["embed_tokens", "head"]),

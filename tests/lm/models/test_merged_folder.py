@@ -53,7 +53,7 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
         (
             {
                 "target_modules": [*ATTENTION, "down_proj"],
-                "rank_pattern": {"down_proj": 2},
+                "rank_pattern": {"nothing|down_proj|o_proj": 2},
                 "alpha_pattern": {r"layers\.1\.self_attn\.q_proj": 32},
             },
             torch.float32,

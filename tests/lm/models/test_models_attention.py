@@ -110,6 +110,19 @@ def test_scores_of_all_pairs_are_never_there_at_once(window):
         assert largest_value(jaxpr.jaxpr) <= 2**26 < heads * length * length // 16
 
 
+def test_scores_are_kept_for_the_backward_only_of_all_pairs_at_once():
+    q, k, v = arrays(64)
+
+    def largest_kept(piece):
+        def pull(*x):
+            return jax.vjp(functools.partial(attention, piece=piece), *x)[1]
+
+        return max(x.size for x in jax.tree.leaves(jax.eval_shape(pull, q, k, v)))
+
+    assert largest_kept(64) == 64 * q.size // q.shape[-1]
+    assert max(largest_kept(16), largest_kept(4)) <= q.size
+
+
 def test_half_precision_attends_in_full():
     q, k, v = (x.astype(jnp.bfloat16) for x in arrays())
     out = jax.jit(lambda *args: attention(*args, piece=8))(q, k, v)

@@ -126,6 +126,12 @@ def put_a_link(folder: Path) -> None:
     (folder / "config.json").symlink_to(folder / "model.safetensors")
 
 
+def put_a_link_to_a_folder(folder: Path) -> None:
+    folder.with_name("elsewhere").mkdir()
+    (folder.with_name("elsewhere") / "mine.txt").write_text("mine")
+    (folder / "notes").symlink_to(folder.with_name("elsewhere"))
+
+
 def be_a_link(folder: Path) -> None:
     folder.rename(folder.with_name("elsewhere"))
     folder.symlink_to(folder.with_name("elsewhere"))
@@ -141,6 +147,7 @@ def be_a_link(folder: Path) -> None:
         (edit_by_hand, "config.json"),
         (train_on, "model.safetensors"),
         (put_a_link, "config.json"),
+        (put_a_link_to_a_folder, "holds notes"),
         (be_a_link, "own"),
     ],
 )
