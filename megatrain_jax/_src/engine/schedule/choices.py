@@ -16,7 +16,7 @@ time::
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -184,15 +184,36 @@ def _spread_out(
     def fits(stages: tuple[int, ...]) -> bool:
         return moving(stages).least_bytes(0) <= budget
 
-    # Around the ends of a model, larger groups may leave no memory for residuals.
-    able = [stage for stage in _ranked(workload) if fits((stage,))]
+    # Around the ends of a model, larger groups may leave no memory for residuals. Stages between
+    # equal ones need as much as each other.
+    alike: dict[Hashable, bool] = {}
+    able = []
+    for stage in _ranked(workload):
+        around = tuple(_bytes_of(workload, s) for s in range(stage - 1, stage + 2))
+        if around not in alike:
+            alike[around] = fits((stage,))
+        if alike[around]:
+            able.append(stage)
     of_a_kind = groupby(able, lambda s: (workload.costs.recompute[s], workload.residuals[s]))
-    stages = tuple(stage for _, alike in of_a_kind for stage in _spread(list(alike)))
+    stages = tuple(stage for _, those in of_a_kind for stage in _spread(list(those)))
     most = memory_demand.most_that_fit(len(stages), lambda count: fits(stages[:count]))
     most = memory_demand.most_that_fit(most, lambda count: fits_host(moving(stages[:count])))
     shares = range(1, _NUM_KEPT_CANDIDATES + 1)
     for count in sorted({round(most * share / _NUM_KEPT_CANDIDATES) for share in shares} - {0}):
         yield moving(stages[:count])
+
+
+def _bytes_of(workload: Workload, stage: int) -> Hashable:
+    """The bytes of the parts that a stage uses; None for no stage."""
+    if not 0 <= stage < len(workload.stages):
+        return None
+    groups = (tuple(sorted(workload.sizes[g].items())) for g in workload.stages[stage])
+    sizes = workload.activations
+    passed = (
+        tuple(sizes[i] for i in rows[stage]) if rows else ()
+        for rows in (workload.makes, workload.reads)
+    )
+    return *groups, *passed, workload.residuals[stage], workload.backward[stage]
 
 
 def choice_saving_residuals(workload: Workload, count: int, num_offloadable: int = 0) -> Choice:

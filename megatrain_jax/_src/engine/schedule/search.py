@@ -47,9 +47,16 @@ from megatrain_jax._src.engine.schedule.transient_host_bytes import (
 )
 from megatrain_jax._src.engine.schedule.workload import Workload
 
-# The number of resident counts to try, of all that fit. Writing a step takes time in proportion to
-# its instructions, and each choice of residuals is tried with each choice of residents.
+# The number of resident counts to try at most, of all that fit. Writing a step takes time in
+# proportion to its instructions, and each choice of residuals is tried with each choice of
+# residents.
 _NUM_CANDIDATES = 8
+# With fewer residents more bytes move, but more of them in advance. So counts are tried from the
+# largest one on, until so many in a row are no faster.
+_NO_FASTER = 2
+# If a step waits for links, choices that take at most this multiple of the best one's time are
+# tried with other residents.
+_NEAR = 1.25
 # Estimates that differ by less than this fraction can't tell which step is faster, because rates
 # are not known that well. docs/performance.md shows the gain from moving fewer bytes.
 _UNCERTAINTY = 0.03
@@ -95,7 +102,10 @@ def find_schedule(
     steps = _best(tried, room)
     computing = min(choice.lists.computing for choice in choices)
     if _waits(steps, computing):
-        tried += _for_slow_links(choices, steps, room)
+        # Where copies take long, keeping masters first saves some of them, not most.
+        seconds = {id(found.lists): found.seconds for found in tried}
+        near = [c for c in choices if seconds.get(id(c.lists), math.inf) <= _NEAR * steps.seconds]
+        tried += _for_slow_links(near, steps, room)
         steps = _best(tried, room)
     # With several waves, sums of gradients wait in the host unless they stay on the device. The
     # fastest steps may need more host memory for them than there is.
@@ -218,7 +228,16 @@ def _worth_trying(choices: Sequence[Choice], room: _Room) -> Iterator[Steps]:
 
 def _with_residents(choice: Choice, room: _Room, *, sure: bool = False) -> Steps:
     """The fastest steps of a choice, over several numbers of resident parts."""
-    return _best(list(_steps_by_residents(choice, room)), room, sure=sure)
+    tried: list[Steps] = []
+    fastest, no_faster = math.inf, 0
+    for steps in _steps_by_residents(choice, room):
+        tried.append(steps)
+        if steps.fits_host(room.host):
+            no_faster = 0 if steps.seconds < fastest else no_faster + 1
+            fastest = min(fastest, steps.seconds)
+        if no_faster == _NO_FASTER:
+            break
+    return _best(tried, room, sure=sure)
 
 
 def _may_fit(room: _Room, choice: Choice) -> bool:
@@ -231,7 +250,7 @@ def _may_fit(room: _Room, choice: Choice) -> bool:
 
 
 def _steps_by_residents(choice: Choice, room: _Room) -> Iterator[Steps]:
-    """The steps of a choice, for several numbers of resident parts."""
+    """The steps of a choice, for several numbers of resident parts, from the most on."""
     lists, units = choice.lists, choice.units
     # With all units resident nothing moves, so a higher limit would not help.
     if room.device >= (needed := choice.least_bytes(len(units))):
@@ -240,7 +259,7 @@ def _steps_by_residents(choice: Choice, room: _Room) -> Iterator[Steps]:
     # The bytes needed grow with the number of units, so `most_that_fit` can use bisection.
     most = most_that_fit(len(units), lambda count: choice.least_bytes(count) <= room.device)
     counts = {round(most * share / _NUM_CANDIDATES) for share in range(_NUM_CANDIDATES + 1)}
-    for count in sorted(counts):
+    for count in sorted(counts, reverse=True):
         yield write_steps(lists, room.device, choice.residents(count))
 
 

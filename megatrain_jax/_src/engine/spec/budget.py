@@ -83,17 +83,15 @@ def fitted_and_compiled(
             return found
         if needed <= _room(found, device_bytes):
             best = found
-            # Memory that would change little is not worth another search.
-            spare = estimated - needed if spec.options.device_budget is None else 0
-            if spare <= RESERVED * device_bytes and not _has_fewer_tiles(found, tiles):
+            # Memory that would change little is not worth another search. Fewer tiles would need
+            # memory that an automatic budget has given to state.
+            is_automatic = spec.options.device_budget is None
+            spare = estimated - needed if is_automatic else 0
+            room = estimated if is_automatic else found.room_bytes or 0
+            fewer = _num_tiles(tiles.within(found.first, room)) < _num_tiles(found.first)
+            if spare <= RESERVED * device_bytes and not fewer:
                 return best
     return best or found
-
-
-def _has_fewer_tiles(found: RunSpec, tiles: TileFinder) -> bool:
-    """Whether functions would fit in fewer tiles, by what the compiler says about the chosen."""
-    assert found.room_bytes is not None
-    return _num_tiles(tiles.within(found.first, found.room_bytes)) < _num_tiles(found.first)
 
 
 def _num_tiles(step: BoundStep) -> int:
