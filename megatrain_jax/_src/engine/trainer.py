@@ -14,7 +14,8 @@ from jax.sharding import AbstractMesh, Mesh
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tell_phase, tqdm
 from megatrain_jax._src.common.suggestions import ExplainedAttributes
-from megatrain_jax._src.engine.adapt.adapters import adapt
+from megatrain_jax._src.common.user_warnings import warn_user
+from megatrain_jax._src.engine.adapt.adapters import adapt, needs_batch
 from megatrain_jax._src.engine.adapt.initial_values import InitialValues
 from megatrain_jax._src.engine.checkpoint.given_parameters import with_given_parameters
 from megatrain_jax._src.engine.checkpoint.save import Saving
@@ -34,7 +35,7 @@ from megatrain_jax._src.engine.options.options import (
 )
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.report.plan import Plan
-from megatrain_jax._src.engine.report.run_warnings import products_line
+from megatrain_jax._src.engine.report.run_warnings import products_line, unused_seed
 from megatrain_jax._src.engine.report.table import aligned, html_box, html_table
 from megatrain_jax._src.engine.run_state import RunState
 from megatrain_jax._src.engine.runtime.compute_copy import ComputeCopy
@@ -522,6 +523,8 @@ def prepare(
     spec = local_run_spec(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
     if progress and (line := products_line(spec)):
         tqdm.write(line, file=sys.stderr)
+    if placement.processes.is_first and not needs_batch(model) and (text := unused_seed(spec)):
+        warn_user(text)
     if params is not None:
         initial = with_given_parameters(params, initial, adapted, exact_dtypes(spec))
     return Prepared(

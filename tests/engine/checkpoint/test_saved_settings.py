@@ -109,6 +109,7 @@ def test_products_in_float8_are_a_setting_of_a_run(tmp_path):
     fit(tmp_path, 3, precision=float8)
 
 
+@pytest.mark.filterwarnings("ignore:`seed`=7 changes nothing")
 def test_the_seed_that_a_run_began_with_stays_its_seed(tmp_path):
     fit(tmp_path, 1)
     for steps in (2, 3):

@@ -439,3 +439,36 @@ def test_the_loss_of_evaluations_is_named_if_it_changes_the_model(name: str):
 
     with refuses(ValueError, "eval_loss_fn", name):
         fitted(model, eval_loss_fn=changing)
+
+
+def drawing(model: Any, batch: Any, rng: Any) -> jax.Array:
+    return loss_fn(model, batch) + jax.random.uniform(rng)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "options", "unused"),
+    [
+        (Backbone(), loss_fn, {}, True),
+        (lambda: Backbone(), loss_fn, {"precision": "bfloat16"}, True),
+        (lambda: Backbone(), drawing, {}, False),
+        (lambda: Backbone(), loss_fn, {"eval_loss_fn": drawing}, False),
+        (lambda: Backbone(), loss_fn, {"precision": "compact"}, False),
+        (
+            lambda: Backbone(),
+            loss_fn,
+            {"precision": mt.Precision(compute=jnp.float32, sums="bfloat16")},
+            False,
+        ),
+        (Net(), loss_fn, {}, False),
+    ],
+)
+def test_a_seed_that_nothing_draws_from_is_told(model: Any, loss: Any, options: Any, unused: bool):
+    data = jax.tree.map(jnp.asarray, DATA[0])
+    given: Any = {"precision": FP32, "progress": False} | options
+    told = []
+    for seed in (3, 0):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            mt.Trainer(model, loss, optax.sgd(0.1), data, seed=seed, **given)
+        told += [str(w.message) for w in caught if tells(str(w.message), "`seed`")]
+    assert len(told) == unused and all(tells(text, "`seed`=3", "nnx.Rngs") for text in told)

@@ -11,6 +11,8 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.adapt.adapters import is_frozen
+from megatrain_jax._src.engine.adapt.loss_function import of_user, takes_rng
+from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.options.precision_values import NF4
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.flops import count_flops, is_product
@@ -140,6 +142,25 @@ def _frozen_statistics(spec: RunSpec) -> list[str]:
         "in training. To keep them, put these modules into evaluation mode: by .eval() in NNX, by "
         "use_running_average=True in Linen"
     ]
+
+
+def unused_seed(spec: RunSpec) -> str:
+    """That `seed` was given though nothing in the run draws from it, or "".
+
+    The model is none of Linen, whose parameters are drawn from it.
+    """
+    options, precision = spec.options, spec.precision
+    functions = [of_user(f) for f in (spec.loss_fn, options.eval_loss_fn) if f is not None]
+    fp32 = np.dtype("float32")
+    rounds = precision.rounding == "stochastic" and (
+        (precision.master, precision.sums) != (fp32, fp32) or precision.state not in (None, fp32)
+    )
+    if options.seed == Options.seed or rounds or any(map(takes_rng, functions)):
+        return ""
+    return (
+        f"`seed`={options.seed} changes nothing here: the model draws from random numbers of its "
+        f"own, as of nnx.Rngs({options.seed}), and `loss_fn` takes no `rng`"
+    )
 
 
 def _much_is_wide(spec: RunSpec, wide: int, every: int) -> str:

@@ -149,4 +149,6 @@ def _short_warnings() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.showwarning = tell
+        # The command also shuffles by it.
+        warnings.filterwarnings("ignore", "`seed`=")
         yield
