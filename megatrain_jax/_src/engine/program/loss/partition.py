@@ -40,8 +40,6 @@ of it, so nothing in it is shared.
 
 A border is the first main equation of a stage.
 
-A border is the first main equation of a stage.
-
 A border lies between the last read of one stretch and the first read of the next. The equations in
 between could belong to either: a scaling after a block may end it or begin the next one. So borders
 are chosen for all similar stretches at once, to give as many of them as possible the same equations
