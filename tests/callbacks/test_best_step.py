@@ -146,6 +146,18 @@ def test_the_best_step_is_not_kept_among_those_of_the_run(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_checkpoints_of_another_run_are_not_removed(tmp_path: Path):
+    small.fit(tmp_path / "other", 3, checkpoint_every=1)
+    before = sorted(tmp_path.rglob("*"))
+    keep: Any = {"callbacks": [callbacks.KeepBest(tmp_path / "other")]}
+    for steps in (2, 8):
+        trainer = small.fit(None, steps).trainer
+        data: Any = [small.batch(0)]
+        with refuses(FileExistsError, "`folder`", tmp_path / "other", "step 3", "best"):
+            mt.train(trainer, data, progress=False, **EVALUATED | {"eval_every": 1}, **keep)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_two_callbacks_do_not_keep_their_best_steps_in_one_folder(tmp_path: Path):
     both = [callbacks.KeepBest(tmp_path / "b", metric) for metric in ("eval_loss", "eval_accuracy")]
     with refuses(ValueError, "callbacks[0]", "callbacks[1]", "KeepBest", "`folder`"):

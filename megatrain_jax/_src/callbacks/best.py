@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from megatrain_jax import FitResult, StopTraining, Trainer
 from megatrain_jax._src.callbacks.callback import Callback
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.outside import parsed_json
 from megatrain_jax._src.common.suggestions import did_you_mean
 
 Mode = Literal["auto", "min", "max"]
@@ -222,7 +224,8 @@ class KeepBest(Callback):
             ValueError: If an argument is out of range, the metric is not of evaluations, or `mode`
                 is "auto" and the metric's name doesn't tell.
         """
-        self.own_checkpoints = Path(checks.path("folder", folder)).expanduser().absolute()
+        self._folder = Path(checks.path("folder", folder)).expanduser().absolute()
+        self.own_checkpoints = self._folder
         self._best, self.metric = _Best(metric, mode, min_delta), metric
         if not metric.startswith(_EVAL_PREFIX):
             reason = "without an evaluation, the trainer may be a step ahead of the record"
@@ -233,20 +236,27 @@ class KeepBest(Callback):
     def path(self) -> Path | None:
         """The newest complete checkpoint; None before the first."""
         steps = self._steps()
-        return self.own_checkpoints / str(steps[-1]) if steps else None
+        return self._folder / str(steps[-1]) if steps else None
 
     def begin(self, trainer: Trainer) -> None:
         """Reads the values in the history, and removes checkpoints of later steps.
 
         Raises:
-            FileExistsError: If there are such checkpoints and the run is new.
+            FileExistsError: If there are such checkpoints and the run is new, or there are those
+                that a run has saved to go on from.
         """
         self._best.replay(trainer)
+        if of_runs := [step for step in self._steps() if self._is_of_run(step)]:
+            raise FileExistsError(
+                f"`folder`={str(self._folder)!r} holds the checkpoints of a run, such as step "
+                f"{of_runs[-1]}, and KeepBest would remove them: pass another one, such as "
+                f"{str(self._folder / 'best')!r}"
+            )
         # The run will repeat these steps, from an earlier checkpoint.
         if later := [step for step in self._steps() if step > trainer.num_steps]:
             if not trainer.num_steps:
                 raise FileExistsError(
-                    f"a new run begins, but {self.own_checkpoints} holds step {later[0]} of "
+                    f"a new run begins, but {self._folder} holds step {later[0]} of "
                     "another one: choose another folder, or move its files"
                 )
             self._remove(trainer, later)
@@ -261,8 +271,8 @@ class KeepBest(Callback):
         if self._best.is_better(record):
             self._finish(trainer)
             # The trainer is at the record's step, because an evaluation leaves no step in flight.
-            path = self.own_checkpoints / str(trainer.num_steps)
-            self.own_checkpoints.mkdir(parents=True, exist_ok=True)
+            path = self._folder / str(trainer.num_steps)
+            self._folder.mkdir(parents=True, exist_ok=True)
             self._saving = path, trainer.start_saving(path)
 
     def end(self, result: FitResult) -> None:
@@ -279,10 +289,16 @@ class KeepBest(Callback):
 
     def _steps(self) -> list[int]:
         """The steps of the existing checkpoints, in order."""
-        found = self.own_checkpoints.glob(f"*/{_MANIFEST}")
+        found = self._folder.glob(f"*/{_MANIFEST}")
         return sorted(int(file.parent.name) for file in found if file.parent.name.isdecimal())
+
+    def _is_of_run(self, step: int) -> bool:
+        """Whether a checkpoint has a position of data, as those in a `checkpoint_dir` do."""
+        with suppress(OSError, ValueError):
+            return "data" in parsed_json((self._folder / str(step) / _MANIFEST).read_bytes())
+        return False
 
     def _remove(self, trainer: Trainer, steps: list[int]) -> None:
         if trainer.processes.is_first:
             for step in steps:
-                shutil.rmtree(self.own_checkpoints / str(step))
+                shutil.rmtree(self._folder / str(step))

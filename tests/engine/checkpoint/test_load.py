@@ -210,7 +210,7 @@ def test_a_run_starts_from_the_statistics_too(kind: str, given: str, tmp_path: P
         tree = mt.load(params, model)
         params = tree if kind == "Linen" else nnx.state(tree, nnx.Any(nnx.Param, nnx.BatchStat))
     if given == "Orbax":
-        ocp.save(tmp_path / "of_others", nnx.to_pure_dict(params) if kind == "NNX" else params)
+        ocp.save(str(tmp_path / "of_others"), nnx.to_pure_dict(params) if kind == "NNX" else params)
         params = tmp_path / "of_others"
     start = mt.Trainer(model, loss_fn, optax.adam(0.1), X, params=params, progress=False)
     equal(start.params, trainer.params)

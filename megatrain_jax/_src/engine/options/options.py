@@ -425,7 +425,8 @@ class LoopOptions:
             evaluated: The metrics of evaluations.
         """
         for i, callback in enumerate(self.callbacks):
-            if (metric := getattr(callback, "metric", None)) in evaluated:
+            metric = getattr(callback, "metric", None)
+            if isinstance(metric, str) and metric in evaluated:
                 warn_user(
                     f"`callbacks[{i}]`, {type(callback).__name__}, decides by {metric!r}, of each "
                     f"training batch; of `eval_data` it is {EVAL_PREFIX + metric!r}"
