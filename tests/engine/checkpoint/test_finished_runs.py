@@ -53,15 +53,6 @@ def test_a_finished_run_is_handed_back(tmp_path):
     assert losses(caught.value.result) == losses(first)
 
 
-@pytest.mark.parametrize("given", [{"steps": 3}, {"epochs": 1, "data": BATCHES[:3]}])
-def test_a_run_that_is_further_than_asked_for_is_told(given, tmp_path):
-    first = run(OPTIMIZERS["deferred"], steps=4, checkpoint_dir=tmp_path)
-    run(OPTIMIZERS["deferred"], steps=4, checkpoint_dir=tmp_path)
-    with warns(UserWarning, tmp_path / "4", "step 4", "`steps`=3", "`epochs`", "`checkpoint_dir`"):
-        again = run(OPTIMIZERS["deferred"], checkpoint_dir=tmp_path, **given)
-    assert losses(again) == losses(first)
-
-
 def test_a_run_of_several_epochs_is_not_called_shorter_data_alone(tmp_path):
     run(OPTIMIZERS["deferred"], BATCHES[:2], epochs=2, checkpoint_dir=tmp_path)
     with refuses(ValueError, "2", "4", "`data`", "`epochs`", "`steps`"):

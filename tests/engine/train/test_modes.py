@@ -211,8 +211,11 @@ def test_a_prediction_that_trains_is_told_once_for_a_function(dropout: float):
 
 @pytest.mark.parametrize("given", [{"epochs": 1}, {"steps": 2}, {"steps": 3}])
 def test_a_run_beyond_the_steps_asked_for_is_done(given: Any, tmp_path: Path):
-    fitted(Net(), epochs=2, checkpoint_dir=tmp_path, eval_data=None)
-    result = fitted(Net(), checkpoint_dir=tmp_path, eval_data=None, **given)
+    for _ in range(2):  # the second call has just the steps of the first
+        fitted(Net(), epochs=2, checkpoint_dir=tmp_path, eval_data=None)
+    asked = f"`steps`={given.get('steps', 3)}"
+    with warns(UserWarning, tmp_path / "6", "step 6", asked, "`epochs`", "`checkpoint_dir`"):
+        result = fitted(Net(), checkpoint_dir=tmp_path, eval_data=None, **given)
     assert (result.ended, result.trainer.num_steps) == ("done", 6)
 
 
