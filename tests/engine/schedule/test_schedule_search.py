@@ -170,6 +170,56 @@ def test_choices_that_compute_for_too_long_are_not_laid_down_and_would_not_be_ta
     assert num_some < 0.9 * (len(laid_down) - num_some)
 
 
+def random_blocks(seed):
+    """Equal blocks, perhaps between larger ends, with residuals that may be offloaded."""
+    rng = random.Random(seed)
+    number = rng.choice((8, 16, 24))
+    forward = rng.uniform(0.3, 8)
+    backward = forward * rng.uniform(1.5, 4)
+    block = {kind: rng.choice((2, 4, 8)) for kind in OF_GROUPS}
+    ends = {kind: rng.choice((1, 4)) * size for kind, size in block.items()}
+    return chain(
+        number,
+        sizes=(ends, *(block,) * (number - 2), ends),
+        deferred=rng.random() < 0.5,
+        residuals=(*(rng.choice((0, 5, 20)),) * (number - 1), 0),
+        may_offload_residuals=True,
+        costs=costs(
+            number,
+            number,
+            forward=(forward,) * number,
+            backward=(backward,) * number,
+            recompute=(*(0.8 * forward,) * (number - 1), 0.0),
+            link=host(rng.choice((0.5, 1.0, 2.0))),
+        ),
+    ), rng.uniform(1, 3)
+
+
+@pytest.mark.by_default("2")
+@pytest.mark.parametrize("seeds", [(40, 310), range(24)], ids=["2", "24"])
+def test_a_search_that_stops_early_finds_what_one_that_tries_all_does(seeds, monkeypatch):
+    written = []
+    monkeypatch.setattr(
+        search, "write_steps", lambda *given: written.append(given) or write_steps(*given)
+    )
+    count = {"early": 0, "late": 0}
+    for seed in seeds:
+        workload, times = random_blocks(seed)
+        smallest = find_schedule(workload, None).smallest_bytes
+        found, budget = {}, round(times * smallest)
+        for when in count:
+            written.clear()
+            with monkeypatch.context() as patched:
+                if when == "late":
+                    patched.setattr(search, "_NO_FASTER", 99)
+                    patched.setattr(search, "_NEAR", math.inf)
+                    patched.setattr(choices, "_bytes_of", lambda workload, stage: stage)
+                found[when] = find_schedule(workload, budget)
+            count[when] += len(written)
+        assert found["early"] == found["late"]
+    assert count["early"] < 0.8 * count["late"]
+
+
 @pytest.mark.by_default("True")
 @pytest.mark.parametrize("deferred", [True, False])
 def test_three_waves_tell_how_long_many_take(deferred):
