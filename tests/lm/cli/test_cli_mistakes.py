@@ -93,6 +93,10 @@ def given(tmp_path_factory):
         ({"samples": "count", "held_out": 0}, "`samples` `held_out`"),
         ({"samples": []}, "`samples` empty"),
         ({"samples": "x", "chat_template": "{{ 1 // 0 }}"}, "`samples` question"),
+        (
+            {"keep_best": True, "eval_every": 1, "metric": "eval_space", "held_out": 0.3},
+            "`metric` 'eval_space' `metric_mode`",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_told(given, tmp_path, settings, message, capsys):
