@@ -11,6 +11,7 @@ import functools
 import ipaddress
 import socket
 from collections.abc import Callable
+from typing import Any
 
 from megatrain_jax._src.engine.state.coordination import Board
 
@@ -61,10 +62,11 @@ def reached_at(
 def take(address: str) -> None:
     """Has JAX's gloo use this address; before JAX's devices are there."""
     # JAX passes no host name, and has no option for one.
-    from jax._src.lib import _jax
+    from jax._src import lib
 
-    if (make := getattr(_jax, "make_gloo_tcp_collectives", None)) is not None:
-        _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
+    found: Any = getattr(lib, "_jax", None)
+    if (make := getattr(found, "make_gloo_tcp_collectives", None)) is not None:
+        found.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
 
 
 def _is_within(address: str) -> bool:
