@@ -108,7 +108,8 @@ def test_a_base_in_nf4_streams_resumes_and_is_counted(tmp_path):
     assert least.plan.bytes_in > trainer.plan.bytes_in
     assert run(least, steps) == losses
     check_same_bits(least.params, trainer.params)
-    again = nf4(source, seed=1)
+    with warns(UserWarning, "`seed`", 1):
+        again = nf4(source, seed=1)
     again.restore(tmp_path / "run")
     assert run(again, steps[2:]) == losses[2:]
     check_same_bits(again.params, trainer.params)
