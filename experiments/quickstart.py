@@ -250,7 +250,6 @@ def main() -> None:
         batches,
         optimizer,
         steps=args.steps,
-        seed=args.seed,
         eval_data=held_out_batches,
         eval_every=args.eval_every,
         **settings,

@@ -133,7 +133,7 @@ def pretending_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    drawn_by = "of a random order, a sixteenth of the exhaustive tests, and combinations in waves"
+    drawn_by = "of a random order, a quarter of the exhaustive tests, and combinations in waves"
     parser.addoption("--draw", default="", metavar="SEED", help=drawn_by)
 
 
@@ -170,13 +170,13 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str) -> Any:
 
 @pytest.hookimpl(trylast=True)  # after tests were deselected by -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--draw`, runs a sixteenth of the exhaustive tests, and all tests in a random order.
+    """With `--draw`, runs a quarter of the exhaustive tests, and all tests in a random order.
 
     Files stay together, since their tests share fixtures, and so do the cases of a test.
     """
     if seed := str(config.getoption("--draw")):
         exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
-        kept = drawn(seed, [item.nodeid for item in exhaustive], -(-len(exhaustive) // 16))
+        kept = drawn(seed, [item.nodeid for item in exhaustive], -(-len(exhaustive) // 4))
         left_out = {item for item in exhaustive if item.nodeid not in kept}
         if left_out:
             config.hook.pytest_deselected(items=list(left_out))

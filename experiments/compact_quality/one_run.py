@@ -78,7 +78,7 @@ def train(
         random_batches(to_train_on, sizes.batch_size, sizes.seq_len, seed),
         optimizer(setting, sizes),
         steps=sizes.steps,
-        seed=seed,
+        seed=seed if setting.held else 0,  # rounding draws from it, and nothing else
         precision=mt.Precision(compute=compute, **setting.held),
         microbatches=setting.waves,
         waves=setting.waves,

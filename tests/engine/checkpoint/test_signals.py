@@ -18,6 +18,7 @@ from megatrain_jax import callbacks
 from megatrain_jax._src.engine.checkpoint import folder
 from megatrain_jax._src.engine.checkpoint.save import Saving
 from megatrain_jax._src.engine.runtime.interrupt import Signals, deferred_interrupt
+from megatrain_jax._src.engine.train import run as training_run
 from messages import tells
 from places import HELPERS, ROOT
 
@@ -141,6 +142,32 @@ def test_signals_while_handlers_are_put_back_leave_none_replaced(own_handlers, m
     with pytest.raises(InterruptedError), deferred_interrupt():
         monkeypatch.setattr(signal, "signal", then_a_signal)
     assert sorted(got) == [signal.SIGINT, signal.SIGTERM] and len(installed()) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_an_error_ends_a_run_saves_its_last_step(number, tmp_path, monkeypatch):
+    """It comes after the error, and before signals are only counted."""
+    own, told = training_run._tell_peers, []
+
+    def tells_late(*given: Any) -> Any:
+        if not told:
+            told.append(given)
+            signal.raise_signal(number)
+        return own(*given)
+
+    def fails() -> Any:
+        yield from BATCHES[:3]
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(training_run, "_tell_peers", tells_late)
+    try:
+        ended = run(OPTIMIZERS["immediate"], fails(), steps=STEPS, checkpoint_dir=tmp_path).ended
+    except SystemExit as exited:
+        ended = exited.code
+    except KeyboardInterrupt:  # would end pytest, too
+        ended = "escaped"
+    assert ended == ("interrupted" if number == signal.SIGINT else 143) and told
+    assert (tmp_path / "3").is_dir()
 
 
 @pytest.mark.exhaustive

@@ -99,28 +99,33 @@ class Run:
             position = partial(self._position, before)
             loop = Loop(trainer, options, series, position, bar, signals)
             try:
-                # Not earlier: a signal before the `try` would end the run without a result.
-                signals.begin()
-                # `islice` accepts no larger number.
-                some = batches if left is None else islice(batches, min(left, sys.maxsize))
-                loop.check_eval_data(evaluation)
-                loop.begin()
-                # A checkpoint without an evaluation doesn't tell whether one was begun.
-                if left != 0 and (self.first or trainer.history.cut_off == before):
-                    loop.evaluate_cut_off()
-                loop.run(Prefetch(some, trainer.check_batch, processes, self.first))
-                # A finished run may be called again with evaluation data.
-                if self.first and trainer.num_steps == before:
-                    loop.evaluate_finished()
-            except BaseException as raised:
-                # In a process forked by a callback: the run belongs to the parent, and so do the
-                # threads that write checkpoints.
+                try:
+                    # Not earlier: a signal before the `try` would end the run without a result.
+                    signals.begin()
+                    # `islice` accepts no larger number.
+                    some = batches if left is None else islice(batches, min(left, sys.maxsize))
+                    loop.check_eval_data(evaluation)
+                    loop.begin()
+                    # A checkpoint without an evaluation doesn't tell whether one was begun.
+                    if left != 0 and (self.first or trainer.history.cut_off == before):
+                        loop.evaluate_cut_off()
+                    loop.run(Prefetch(some, trainer.check_batch, processes, self.first))
+                    # A finished run may be called again with evaluation data.
+                    if self.first and trainer.num_steps == before:
+                        loop.evaluate_finished()
+                except BaseException as raised:
+                    # In a process forked by a callback: the run belongs to the parent, and so do
+                    # the threads that write checkpoints.
+                    if os.getpid() != process_id:
+                        raise
+                    # The remaining processes learn of it before they wait for this one, and end.
+                    error = _tell_peers(raised, processes, signals)
+                # From here on signals are only counted, because the save that they ask for follows.
+                signals.ending = True
+            except KeyboardInterrupt as late:  # of a signal that came since
                 if os.getpid() != process_id:
                     raise
-                # The remaining processes learn of it before they wait for this one, and end too.
-                error = _tell_peers(raised, processes, signals)
-            # From here on signals are only counted, because the save that they ask for follows.
-            signals.ending = True
+                error = error or _tell_peers(late, processes, signals)
             insisted: KeyboardInterrupt | None = None
             try:
                 error = self._finish_run(loop, error, before)
