@@ -115,7 +115,8 @@ def test_the_engine_knows_no_language_model(house: str):
 
 @pytest.mark.exhaustive
 def test_where_arrays_live_is_asked_in_one_place():
-    """Built on the library, models choose what computes them, and the command line counts GPUs."""
+    """Built on the library, models choose what computes them, the command line counts GPUs, and
+    GRPO packs rows that they divide."""
     asking = {"devices", "local_devices", "device_count", "default_backend"}
     found = set()
     for path in FILES:
@@ -127,6 +128,7 @@ def test_where_arrays_live_is_asked_in_one_place():
         "engine/state/placement.py",
         "common/capability.py",
         "lm/cli/run_report.py",
+        "lm/grpo/grpo_run.py",
     }
 
 

@@ -5,7 +5,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -23,7 +23,9 @@ from megatrain_jax._src.engine.state.aborts import explain_aborts
 from megatrain_jax._src.engine.state.coordination import CoordinationService
 from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
 from megatrain_jax._src.engine.state.processes import PeerEndedError, Processes
-from megatrain_jax._src.engine.trainer import Trainer
+
+if TYPE_CHECKING:  # a plan needs no trainer
+    from megatrain_jax._src.engine.trainer import Trainer
 
 _BY_HAND = "the arguments"
 
@@ -156,7 +158,7 @@ def connect(
 def summary() -> str:
     """The processes, hosts and devices that are connected, in one line; all have to call this."""
     owners = _processes().gather("the connection of processes", memory_owner())
-    hosts, devices = len(set(owners)), jax.devices()
+    hosts, devices = len(set(owners)), list(default_mesh().devices.flat)
     return (
         f"{len(owners)} processes on {'one host' if hosts == 1 else f'{hosts} hosts'}, "
         f"{len(devices)} devices ({devices[0].device_kind})"
@@ -187,7 +189,7 @@ def gather(value: Any) -> list[Any]:
     return _processes().gather("the values of all processes", value) if connected else [value]
 
 
-def in_first(action: Callable[[], Any], trainer: Trainer | None = None) -> Any:
+def in_first(action: Callable[[], Any], trainer: "Trainer | None" = None) -> Any:
     """Calls a function in the first process only, and returns its result in every process.
 
     All processes have to call this; each goes on when all have, and the function has returned.

@@ -96,6 +96,15 @@ class Run:
             Watch(signals, processes, options.stall_seconds),
             tqdm(total=self._total(left), **shown) as bar,
         ):
+
+            def told(raised: BaseException) -> BaseException:
+                # In a process forked by a callback: the run belongs to the parent, and so do the
+                # threads that write checkpoints.
+                if os.getpid() != process_id:
+                    raise raised
+                # The remaining processes learn of it before they wait for this one, and end, too.
+                return _tell_peers(raised, processes, signals)
+
             position = partial(self._position, before)
             loop = Loop(trainer, options, series, position, bar, signals)
             try:
@@ -114,18 +123,11 @@ class Run:
                     if self.first and trainer.num_steps == before:
                         loop.evaluate_finished()
                 except BaseException as raised:
-                    # In a process forked by a callback: the run belongs to the parent, and so do
-                    # the threads that write checkpoints.
-                    if os.getpid() != process_id:
-                        raise
-                    # The remaining processes learn of it before they wait for this one, and end.
-                    error = _tell_peers(raised, processes, signals)
+                    error = told(raised)
                 # From here on signals are only counted, because the save that they ask for follows.
                 signals.ending = True
             except KeyboardInterrupt as late:  # of a signal that came since
-                if os.getpid() != process_id:
-                    raise
-                error = error or _tell_peers(late, processes, signals)
+                error = error or told(late)
             insisted: KeyboardInterrupt | None = None
             try:
                 error = self._finish_run(loop, error, before)
