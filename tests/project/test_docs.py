@@ -4,6 +4,7 @@ import ast
 import doctest
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -185,6 +186,10 @@ def test_site_is_built_with_outputs_of_notebooks_and_with_the_arguments_that_the
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     # The theme's makers advertise on every build.
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    # An environment may find nbconvert in another one's folder, but not its templates.
+    found = importlib.util.find_spec("nbconvert")
+    assert found is not None and found.origin is not None
+    env["JUPYTER_PATH"] = str(Path(found.origin).parents[4] / "share/jupyter")
     built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert not built.returncode, built.stderr
     assert (tmp_path / "experiments/results/pictures/timeline-clip-least.png").exists()
