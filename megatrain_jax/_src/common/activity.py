@@ -1,6 +1,6 @@
-"""What this process is doing, in words, and whether it gets on with it.
+"""A process's current activity in words, and a count of its progress.
 
-The peers of a process show these words when they wait for it, and a run that hangs ends with them.
+Other processes print the words while they wait for it, and the error of a run that hangs has them.
 """
 
 import contextlib
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 
 class Activity:
-    """What a process is doing; its main thread writes it, others read it.
+    """The current activity of a process, written by its main thread and read by other threads.
 
     Attributes:
-        doing: The words, such as "drawing batch 7 of `data`", and whether the user's code does it,
+        doing: The activity, such as "drawing batch 7 of `data`", and whether it is the user's code,
             which may be interrupted; ("", False) outside of this library.
-        count: A number that grows whenever something has got on.
+        count: A number that grows with each sign of progress.
     """
 
     def __init__(self):
@@ -28,10 +28,10 @@ HERE = Activity()
 
 @contextlib.contextmanager
 def doing(what: str, *, of_user: bool = False) -> Iterator[None]:
-    """Says what the body of a ``with`` statement does.
+    """Sets the activity during the body of a ``with`` statement.
 
     Args:
-        what: The words, after "it was".
+        what: The activity in words, to follow "it was".
         of_user: Whether the body is the user's code, which may be interrupted.
     """
     before, HERE.doing = HERE.doing, (what, of_user)
@@ -44,7 +44,7 @@ def doing(what: str, *, of_user: bool = False) -> Iterator[None]:
 
 
 def progressed() -> None:
-    """Says that what takes long has got on."""
+    """Counts progress of a long activity."""
     HERE.count += 1
 
 
@@ -54,7 +54,7 @@ _SIGN_SECONDS = 20.0
 
 @contextlib.contextmanager
 def getting_on(what: str) -> Iterator[None]:
-    """Says what the body does, and keeps saying that it gets on, as peers may wait for hours.
+    """Sets the activity of a body that may take hours, and counts progress until it ends.
 
     Args:
         what: See `doing`.
