@@ -271,6 +271,16 @@ def test_functions_that_need_more_than_estimated_get_smaller_tiles():
     assert len(CHOSEN) < len(kernels.compiled) <= 2 * len(CHOSEN)
 
 
+def test_functions_that_were_dropped_are_compiled_again():
+    chosen_with(kernels := Compiler(1.0), 1 << 30)
+    once = sorted(kernels.compiled)
+    chosen_with(kernels, 1 << 30)
+    assert sorted(kernels.compiled) == once
+    kernels.keep_only(())
+    chosen_with(kernels, 1 << 30)
+    assert sorted(kernels.compiled) == sorted(2 * once)
+
+
 def test_processes_choose_by_the_figures_that_they_agree_on():
     own, agreed = Compiler(1.0), Compiler(0.5, agree=lambda found: [2 * x for x in found])
     here, there = (chosen_with(kernels, 1 << 30) for kernels in (own, agreed))

@@ -3,7 +3,7 @@
 Equal stages and groups share one function, so a model of any depth compiles only a few.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -163,14 +163,15 @@ class KernelCache:
 
     def keep_only(self, kernels: Iterable[Kernel]) -> None:
         """Drops all other functions, with the memory of their programs."""
-        kept = {(kernel.name, kernel.key) for kernel in kernels}
-        self._functions = {key: f for key, f in self._functions.items() if key in kept}
+        self._forget(self._functions.keys() - {(kernel.name, kernel.key) for kernel in kernels})
 
     def drop(self, functions: Collection[int]) -> None:
         """Drops functions, given by `id`, and what is known about their kernels."""
-        keys = {key for key, f in self._functions.items() if id(f) in functions}
+        self._forget({key for key, f in self._functions.items() if id(f) in functions})
+
+    def _forget(self, keys: Set[tuple[str, Hashable]]) -> None:
         for known in (self._functions, self._estimates, self._pieces, self._temporaries):
-            for key in keys & known.keys():
+            for key in keys & known.keys():  # one that comes again is compiled again
                 del known[key]
 
     def has_large_temporaries(self, kernel: Kernel) -> bool:

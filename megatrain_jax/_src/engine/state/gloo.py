@@ -1,9 +1,8 @@
-"""The address of this host for gloo, which connects CPU devices.
+"""Finds this host's address for gloo, the library that connects CPU devices over a network.
 
-gloo takes the address of the host's own name. Debian and Ubuntu write 127.0.1.1 there, at which no
-other host reaches it. Instead, a host whose name is no more than that takes the address from which
-it reaches others: those that reach the first process tell theirs, and the first one's host
-learns its own from them.
+By default gloo looks up the host's own name. In /etc/hosts, Debian and Ubuntu give it the address
+127.0.1.1, which other hosts can't reach. Such a host then uses its source address on the way to the
+first process. The host of the first process uses its source address on the way to another host.
 """
 
 import contextlib
