@@ -40,7 +40,7 @@ class LogTrainer:
             action()
         return {"loss": 1.0 / step, "first": float(jax.device_get(metrics["first"]))}
 
-    def evaluate(self, batches: Any) -> dict[str, float]:
+    def evaluate(self, batches: Any, *, params: str) -> dict[str, float]:
         self.log.append(("evaluate", self.num_steps))
         return {"loss": float(len(list(batches)))}
 
@@ -49,7 +49,7 @@ class LogTrainer:
         self.first = self.first or batch
         check_like(batch, self.first)
 
-    def check_eval_batch(self, batch: Any) -> tuple[str, ...]:
+    def check_eval_batch(self, batch: Any, *, params: str) -> tuple[str, ...]:
         """Accepts all, since `evaluate` only counts batches."""
         return ("loss",)
 

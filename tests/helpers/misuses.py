@@ -174,6 +174,10 @@ RUN = {
         (0, -1, 2**63 - 1, np.uint32(7)),
         ("a", 1.5, 2.0, float("nan"), True, None, 2**63, -(2**64), np.arange(2), *NOTHING_USEFUL),
     ),
+    "ema_decay": Argument(
+        (None, 0, 0.5, np.float32(0.999), lambda step: 0.9),
+        (1, -0.1, 2.0, float("nan"), True, "0.9", [0.9], np.ones(2), lambda: 0.9, object()),
+    ),
     "max_skipped": Argument(COUNTS, (*NO_COUNTS, None)),
     "mesh": Argument(
         (None, Mesh(jax.devices()[:1], "data")),
@@ -219,6 +223,7 @@ LOOP = {
         ),
     ),
     "eval_every": Argument((None, *COUNTS), NO_COUNTS),
+    "eval_params": Argument(("trained",), ("", "average", None, True, ["ema"])),
     "checkpoint_dir": Argument((), NO_PATHS),
     "checkpoint_every": Argument((None, *COUNTS), NO_COUNTS),
     "keep": Argument(COUNTS, (*NO_COUNTS, None)),

@@ -22,11 +22,11 @@ from typing import Any
 
 RUN_OPTIONS = (
     "params microbatches waves precision device_budget host_budget trainable eval_loss_fn "
-    "on_nonfinite max_skipped seed hardware mesh"
+    "on_nonfinite ema_decay max_skipped seed hardware mesh"
 ).split()
 LOOP_OPTIONS = (
-    "steps epochs eval_data eval_every checkpoint_dir checkpoint_every keep callbacks "
-    "stall_seconds progress"
+    "steps epochs eval_data eval_every eval_params checkpoint_dir checkpoint_every keep "
+    "callbacks stall_seconds progress"
 ).split()
 _TABLES: dict[str, Any] = json.loads(
     Path(__file__).with_suffix(".json").read_text(encoding="utf-8")

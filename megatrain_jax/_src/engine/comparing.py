@@ -12,6 +12,7 @@ from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.common.suggestions import did_you_mean
 from megatrain_jax._src.engine.options.options import (
     DeviceBudget,
+    EmaDecay,
     HostBudget,
     Microbatches,
     OnNonfinite,
@@ -38,6 +39,7 @@ def compare_plans(
     trainable: Trainable = None,
     eval_loss_fn: Callable[..., Any] | None = None,
     on_nonfinite: OnNonfinite = "raise",
+    ema_decay: EmaDecay = None,
     max_skipped: int = 10,
     seed: int = 0,
     hardware: Hardware | str | None = None,
@@ -78,6 +80,8 @@ def compare_plans(
             see `plan`.
         on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to leave
             everything but the step number unchanged and continue; see `plan`.
+        ema_decay: Decay of an exponential moving average of the trained parameters, or an Optax
+            schedule of it; None keeps no average; see `plan`.
         max_skipped: Number of consecutive skipped steps that is an error; see `plan`.
         seed: Seed of a Linen module's parameters and of the keys for `loss_fn`; see `plan`.
         hardware: The machine whose rates the schedule and `plan` use, a `Hardware` or a card's name
@@ -133,6 +137,7 @@ def compare_plans(
         trainable=trainable,
         eval_loss_fn=eval_loss_fn,
         on_nonfinite=on_nonfinite,
+        ema_decay=ema_decay,
         max_skipped=max_skipped,
         seed=seed,
         hardware=hardware,

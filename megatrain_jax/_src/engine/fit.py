@@ -31,6 +31,7 @@ from megatrain_jax._src.engine.options.inputs import (
 from megatrain_jax._src.engine.options.options import (
     Callbacks,
     DeviceBudget,
+    EmaDecay,
     EvalData,
     HostBudget,
     LoopOptions,
@@ -39,6 +40,7 @@ from megatrain_jax._src.engine.options.options import (
     Options,
     PrecisionGiven,
     Trainable,
+    WhichParams,
 )
 from megatrain_jax._src.engine.runtime.evaluation import joined_shapes
 from megatrain_jax._src.engine.state.hardware import Hardware
@@ -74,6 +76,7 @@ def fit(
     epochs: int | None = None,
     eval_data: EvalData | None = None,
     eval_every: int | None = None,
+    eval_params: WhichParams = "trained",
     checkpoint_dir: str | PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     keep: int = 3,
@@ -88,6 +91,7 @@ def fit(
     trainable: Trainable = None,
     eval_loss_fn: Callable[..., Any] | None = None,
     on_nonfinite: OnNonfinite = "raise",
+    ema_decay: EmaDecay = None,
     max_skipped: int = 10,
     seed: int = 0,
     hardware: Hardware | str | None = None,
@@ -130,6 +134,7 @@ def fit(
         eval_every: Evaluate after each multiple of this number of steps; None for after each epoch
             of `epochs`, or only at the end. If there is `eval_data`, the end of the run is always
             evaluated, even for a finished run that was not.
+        eval_params: "ema" to evaluate averages of the parameters, which `ema_decay` keeps.
         checkpoint_dir: Folder of the run's checkpoints, one subfolder per step, each an ordinary
             Orbax checkpoint. The last step is always saved. On a local or mounted disk; no second
             run can write there at the same time.
@@ -165,6 +170,8 @@ def fit(
             see `Trainer`.
         on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to leave
             everything but the step number unchanged and continue; see `Trainer`.
+        ema_decay: Decay of an exponential moving average of the trained parameters, or an Optax
+            schedule of it; None keeps no average; see `Trainer`.
         max_skipped: Number of consecutive skipped steps that is an error; see `Trainer`.
         seed: Seed of a Linen module's parameters and of the keys for `loss_fn`; see `Trainer`.
         hardware: The machine whose rates the schedule and `plan` use, a `Hardware` or a card's name
@@ -193,6 +200,7 @@ def fit(
         epochs=epochs,
         eval_data=eval_data,
         eval_every=eval_every,
+        eval_params=eval_params,
         checkpoint_dir=checkpoint_dir,
         checkpoint_every=checkpoint_every,
         keep=keep,
@@ -209,6 +217,7 @@ def fit(
         trainable=trainable,
         eval_loss_fn=eval_loss_fn,
         on_nonfinite=on_nonfinite,
+        ema_decay=ema_decay,
         max_skipped=max_skipped,
         seed=seed,
         hardware=hardware,
@@ -259,6 +268,7 @@ def train(
     epochs: int | None = None,
     eval_data: EvalData | None = None,
     eval_every: int | None = None,
+    eval_params: WhichParams = "trained",
     checkpoint_dir: str | PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     keep: int = 3,
@@ -289,6 +299,7 @@ def train(
         eval_every: Evaluate after each multiple of this number of steps; None for after each epoch
             of `epochs`, or only at the end; see `fit`. Steps are counted over the trainer's life.
             If Ctrl-C cut off an evaluation due after the trainer's last step, it is made first.
+        eval_params: "ema" to evaluate averages of the parameters, which `ema_decay` keeps.
         checkpoint_dir: Folder of the run's checkpoints, one subfolder per step, each an ordinary
             Orbax checkpoint; see `fit`. Without `resume`, the folder must not contain later steps.
         checkpoint_every: Save after each multiple of this number of steps; see `fit`.
@@ -315,6 +326,7 @@ def train(
         epochs=epochs,
         eval_data=eval_data,
         eval_every=eval_every,
+        eval_params=eval_params,
         checkpoint_dir=checkpoint_dir,
         checkpoint_every=checkpoint_every,
         keep=keep,

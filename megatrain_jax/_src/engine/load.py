@@ -17,7 +17,7 @@ from megatrain_jax._src.engine.adapt.adapters import AdaptedModel, adapt, adapt_
 from megatrain_jax._src.engine.adapt.initial_values import InitialValues
 from megatrain_jax._src.engine.adapt.linen_calls import repeated
 from megatrain_jax._src.engine.checkpoint import manifest
-from megatrain_jax._src.engine.checkpoint.contents import PARAMS, VARIABLES, TreePath
+from megatrain_jax._src.engine.checkpoint.contents import EMA, PARAMS, VARIABLES, TreePath
 from megatrain_jax._src.engine.checkpoint.folder import (
     CheckpointError,
     has_manifest,
@@ -28,9 +28,10 @@ from megatrain_jax._src.engine.checkpoint.given_parameters import (
     saved_arrays,
     with_given_parameters,
 )
+from megatrain_jax._src.engine.options.options import WhichParams, check_which
 
 
-def load(folder: str | PathLike[str], model: Any = None) -> Any:
+def load(folder: str | PathLike[str], model: Any = None, *, params: WhichParams = "trained") -> Any:
     """Loads the parameters of a checkpoint, or a model with them, for inference.
 
     Args:
@@ -38,6 +39,7 @@ def load(folder: str | PathLike[str], model: Any = None) -> Any:
             step, `KeepBest.path`, or a folder of `Trainer.save`.
         model: A model like the trained one, an `nnx.Module`, a function that builds one, a
             `flax.linen.Module` or a pytree of arrays; None for the parameters alone.
+        params: "ema" for the averages that `ema_decay` kept, in place of trained parameters.
 
     Returns:
         Without `model`, the parameters as nested dicts of NumPy arrays. With one, the model with
@@ -50,7 +52,7 @@ def load(folder: str | PathLike[str], model: Any = None) -> Any:
     Raises:
         TypeError: If `model` is of no supported kind.
         ValueError: If the checkpoint doesn't fit `model`; the differences are listed.
-        CheckpointError: If there is no whole checkpoint.
+        CheckpointError: If there is no whole checkpoint, or it has no averages.
 
     Examples:
         >>> import jax, optax, tempfile
@@ -67,10 +69,16 @@ def load(folder: str | PathLike[str], model: Any = None) -> Any:
         >>> load(folder, build)(data[0]).shape
         (4, 2)
     """
+    check_which(params)
     path = local_path(folder, "folder")
     if found := steps(path):
         path /= str(found[-1])
     every = saved_arrays(path, "folder")
+    if params == "ema":
+        averages = {(PARAMS, *n[1:]): array for n, array in every.items() if n[0] == EMA}
+        if not averages:
+            raise CheckpointError(f"{path} has no averages: its run had no `ema_decay`")
+        every |= averages  # frozen parameters stay
     if model is None or isinstance(model, linen.Module):
         names = (PARAMS,) if model is None else (PARAMS, VARIABLES)
         arrays = {n: a for n, a in every.items() if n[0] in names}

@@ -15,6 +15,7 @@ from megatrain_jax._src.engine.options.batch_checks import check_batch, num_rows
 from megatrain_jax._src.engine.options.inputs import check_order, check_parts
 from megatrain_jax._src.engine.options.options import (
     DeviceBudget,
+    EmaDecay,
     HostBudget,
     MachineOptions,
     Microbatches,
@@ -58,6 +59,7 @@ def plan(
     trainable: Trainable = None,
     eval_loss_fn: Callable[..., Any] | None = None,
     on_nonfinite: OnNonfinite = "raise",
+    ema_decay: EmaDecay = None,
     max_skipped: int = 10,
     seed: int = 0,
     hardware: Hardware | str | None = None,
@@ -95,6 +97,8 @@ def plan(
             see `Trainer`. A plan doesn't depend on it.
         on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to leave
             everything but the step number unchanged and continue; see `Trainer`.
+        ema_decay: Decay of an exponential moving average of the trained parameters, or an Optax
+            schedule of it; None keeps no average; see `Trainer`.
         max_skipped: Number of consecutive skipped steps that is an error; see `Trainer`. A plan
             doesn't depend on it.
         seed: Seed of a Linen module's parameters and of the keys for `loss_fn`; see `Trainer`.
@@ -149,6 +153,7 @@ def plan(
         trainable=trainable,
         eval_loss_fn=eval_loss_fn,
         on_nonfinite=on_nonfinite,
+        ema_decay=ema_decay,
         max_skipped=max_skipped,
         seed=seed,
         hardware=hardware,

@@ -21,7 +21,7 @@ from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.adapt.loss_function import Prediction, check_loss, name_of
-from megatrain_jax._src.engine.checkpoint.contents import coding_of, entries_of
+from megatrain_jax._src.engine.checkpoint.contents import EMA, EMA_COUNT, coding_of, entries_of
 from megatrain_jax._src.engine.checkpoint.folder import in_all_processes, local_path
 from megatrain_jax._src.engine.checkpoint.restore import check, load
 from megatrain_jax._src.engine.checkpoint.save import Saving
@@ -31,9 +31,11 @@ from megatrain_jax._src.engine.history import History, as_json, weighted_means
 from megatrain_jax._src.engine.kernels.steps import as_facts, scaling_of
 from megatrain_jax._src.engine.options.batch_checks import check_batch, check_like, other_arrays
 from megatrain_jax._src.engine.options.inputs import check_data
+from megatrain_jax._src.engine.options.options import WhichParams, check_which
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.sliced_values import Index, joined
 from megatrain_jax._src.engine.program.optimizer.cut import assemble_state
+from megatrain_jax._src.engine.program.optimizer.trace_optimizer import AveragedState
 from megatrain_jax._src.engine.report.table import trainer_cells
 from megatrain_jax._src.engine.runtime.compute_copy import ComputeCopy
 from megatrain_jax._src.engine.runtime.engine import Engine
@@ -47,6 +49,7 @@ from megatrain_jax._src.engine.spec.host import fit_new_shape_to_host
 from megatrain_jax._src.engine.spec.rescheduled import with_all_waves
 from megatrain_jax._src.engine.spec.run_spec import RunSpec, batch_key
 from megatrain_jax._src.engine.start import group_bar
+from megatrain_jax._src.engine.state.layout import GroupLayout
 
 # Functions given to evaluations whose bound steps are kept.
 _MOST_GIVEN = 8
@@ -144,10 +147,29 @@ class RunState:
         cells = trainer_cells(self.spec, training.num_steps, self.history, devices)
         return [*cells, ["state", "lost", training.lost]] if training.lost else cells
 
-    def params(self) -> Any:
+    def _store(self, params: WhichParams) -> Store:
+        """The store, or one to read from that has the averages of parameters in their place."""
+        return self.store.of_averages(layouts) if (layouts := self._layouts(params)) else self.store
+
+    def _layouts(self, params: WhichParams) -> tuple[GroupLayout, ...] | None:
+        """The layouts to read averages by; None for the trained parameters themselves.
+
+        Raises:
+            ValueError: If the run has no averages, or `params` is no known name.
+        """
+        check_which(params)
+        if params == "trained":
+            return None
+        if self.spec.options.ema_decay is None:
+            raise ValueError(
+                f"`params`={params!r} needs a run with `ema_decay`: this one keeps no average"
+            )
+        return self.spec.averaged_layouts
+
+    def params(self, params: WhichParams = "trained") -> Any:
         """The parameters; see `Trainer.params`."""
         with self._read_by_all("the parameters"):
-            return self.spec.adapted.params_tree(_parameters(self.spec, self.store))
+            return self.spec.adapted.params_tree(_parameters(self.spec, self._store(params)))
 
     def opt_state(self) -> Any:
         """The optimizer's state; see `Trainer.opt_state`."""
@@ -155,9 +177,10 @@ class RunState:
         store = self.store
         with self._read_by_all("the optimizer's state"):
             groups = [store.leaves(Key(Kind.OPTIMIZER_STATE, g)) for g in range(len(store.layouts))]
-            return assemble_state(self.spec.optimizer, groups, store.on_host(store.globals))
+            state = assemble_state(self.spec.optimizer, groups, store.on_host(store.globals))
+            return state.inner if isinstance(state, AveragedState) else state
 
-    def model(self) -> Any:
+    def model(self, params: WhichParams = "trained") -> Any:
         """The user's kind of model; see `Trainer.model`."""
         with self._read_by_all("the model"):
             # Models write them when they are called, as a dropout counts its keys.
@@ -165,12 +188,13 @@ class RunState:
                 x.copy() if isinstance(x, np.ndarray) else x
                 for x in self.store.on_host(self.store.variables)
             ]
-            return self.spec.adapted.rebuild(_parameters(self.spec, self.store), variables)
+            arrays = _parameters(self.spec, self._store(params))
+            return self.spec.adapted.rebuild(arrays, variables)
 
-    def compute_copy(self) -> ComputeCopy:
+    def compute_copy(self, params: WhichParams = "trained") -> ComputeCopy:
         """The parameters, to be read onto the devices; see `Trainer.compute_copy`."""
         self.flush()
-        return ComputeCopy(self.spec, self.store)
+        return ComputeCopy(self.spec, self._store(params))
 
     def variables(self) -> dict[str, Any]:
         """The model's state beside the parameters; see `Trainer.variables`."""
@@ -299,7 +323,9 @@ class RunState:
             self.history = History(facts["history"])
         if training.partial is not None:
             warn_user(f"{path}: {training.partial}. Training goes on from there.")
-        return facts, len(others)
+        if (EMA_COUNT,) in others:
+            warn_user(f"{path} holds no averages: those of `ema_decay` begin with its parameters.")
+        return facts, sum(array[0] not in (EMA, EMA_COUNT) for array in others)
 
     # ---- steps
 
@@ -313,15 +339,16 @@ class RunState:
         check_like(batch, self._sample)
         self.spec.adapted.check_batch(batch)
 
-    def check_evaluation(self, batch: Any) -> tuple[str, ...]:
+    def check_evaluation(self, batch: Any, params: WhichParams) -> tuple[str, ...]:
         """Checks a batch to evaluate; see `Trainer.check_eval_batch`."""
+        averages = self._layouts(params) is not None
         self._check_values(batch)
         spec, placement = self.spec, self.store.placement
         loss_fn = self._loss_to_evaluate(batch)
         shapes = joined_shapes(batch, placement.processes.count)
         if _num_bytes(batch) > _num_bytes(self._sample):  # it may not fit
-            program = self._bind(batch, train=False, loss_fn=loss_fn).program
-            return "loss", *program.metrics
+            step = self._bind(batch, train=False, loss_fn=loss_fn, averages=averages)
+            return "loss", *step.program.metrics
         with placement.outside_meshes(), _noting_arrays("an evaluation", batch, self._sample):
             return spec.evaluation_metrics(shapes, loss_fn)
 
@@ -365,16 +392,17 @@ class RunState:
         return values
 
     def evaluate(
-        self, batches: Iterable[Any], loss_fn: Callable[..., Any] | None
+        self, batches: Iterable[Any], loss_fn: Callable[..., Any] | None, params: WhichParams
     ) -> dict[str, float]:
         """Computes loss and metrics of batches; see `Trainer.evaluate`."""
         if loss_fn is not None:
             check_loss(loss_fn)
-        found = list(self._evaluated(batches, lambda b: loss_fn or self._loss_to_evaluate(b)))
+        own = self._evaluated(batches, lambda b: loss_fn or self._loss_to_evaluate(b), params)
+        found = list(own)
         rows, sizes = zip(*found, strict=True)
         return weighted_means(jax.device_get(rows), sizes)
 
-    def predict(self, batches: Iterable[Any], fn: Callable[..., Any]) -> Any:
+    def predict(self, batches: Iterable[Any], fn: Callable[..., Any], params: WhichParams) -> Any:
         """Computes arrays with a row for each example; see `Trainer.predict`."""
         check_loss(fn, "fn")
         here, found = self.store.placement.part_here, []
@@ -383,7 +411,7 @@ class RunState:
             self._warn_of_training(Prediction(fn), batch, ("let it call", ""))
             return Prediction(fn)
 
-        for arrays, _ in self._evaluated(batches, prediction):
+        for arrays, _ in self._evaluated(batches, prediction, params):
             if found:
                 found[-1] = jax.tree.map(here, found[-1])  # while this batch is computed
                 _check_joinable(found[0], arrays, len(found) + 1)
@@ -392,17 +420,22 @@ class RunState:
         return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
     def _evaluated(
-        self, batches: Iterable[Any], loss_of: Callable[[Any], Callable[..., Any]]
+        self,
+        batches: Iterable[Any],
+        loss_of: Callable[[Any], Callable[..., Any]],
+        params: WhichParams,
     ) -> Iterator[tuple[Any, int | None]]:
         """The results of the loss of each batch, at least one; see `evaluate_batches`."""
         check_data("batches", batches, "to evaluate on one batch, pass [batch]")
+        averaged = self._layouts(params)
         self.flush()
 
         def bind(batch: Any) -> BoundStep:
             self._check_values(batch)
-            return self._bind(batch, train=False, loss_fn=loss_of(batch))
+            own = averaged is not None
+            return self._bind(batch, train=False, loss_fn=loss_of(batch), averages=own)
 
-        found = evaluate_batches(self.engine, batches, bind)
+        found = evaluate_batches(self.engine, batches, bind, averaged)
         if (first := next(found, None)) is None:
             raise ValueError("`batches` gave no batch to evaluate")
         return itertools.chain([first], found)
@@ -445,17 +478,19 @@ class RunState:
         check_batch(batch, needs_rows=spec.microbatches > 1 or placement.num_devices > 1)
         spec.adapted.check_batch(batch)
 
-    def _bind(self, batch: Any, *, train: bool, loss_fn: Callable[..., Any]) -> BoundStep:
+    def _bind(
+        self, batch: Any, *, train: bool, loss_fn: Callable[..., Any], averages: bool = False
+    ) -> BoundStep:
         """The step on batches of this shape, cut and scheduled when it is first needed."""
         placement, spec = self.store.placement, self.spec
         shapes = joined_shapes(batch, placement.processes.count)
         # Losses are compared as functions: a new one, even with equal code, is cut again.
-        key = (batch_key(shapes), train, loss_fn)
+        key = (batch_key(shapes), train, loss_fn, *(["ema"] if averages else []))
         self._use(loss_fn)
         if key not in self.bound:
             where = f"training step {self.training.num_steps + 1}" if train else "an evaluation"
             with placement.outside_meshes(), _noting_arrays(where, batch, self._sample):
-                step = spec.bound_step(shapes, train=train, loss_fn=loss_fn)
+                step = spec.bound_step(shapes, train=train, loss_fn=loss_fn, averages=averages)
                 step = fit_new_shape_to_host(
                     step, spec, *placement.processes.spread, training=train
                 )

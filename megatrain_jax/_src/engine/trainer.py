@@ -26,12 +26,14 @@ from megatrain_jax._src.engine.options.batch_checks import check_batch, num_rows
 from megatrain_jax._src.engine.options.inputs import check_order, check_parts
 from megatrain_jax._src.engine.options.options import (
     DeviceBudget,
+    EmaDecay,
     HostBudget,
     Microbatches,
     OnNonfinite,
     Options,
     PrecisionGiven,
     Trainable,
+    WhichParams,
 )
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.report.plan import Plan
@@ -73,6 +75,7 @@ class Trainer(ExplainedAttributes):
         trainable: Trainable = None,
         eval_loss_fn: Callable[..., Any] | None = None,
         on_nonfinite: OnNonfinite = "raise",
+        ema_decay: EmaDecay = None,
         max_skipped: int = 10,
         seed: int = 0,
         hardware: Hardware | str | None = None,
@@ -134,6 +137,13 @@ class Trainer(ExplainedAttributes):
                 leave everything but the step number unchanged and continue. Skipping is decided
                 over all gradients, so no parameter is updated before all are known. Steps in
                 float16 always skip: this is how the scale of the loss is found.
+            ema_decay: Decay of an exponential moving average of the trained parameters, or an Optax
+                schedule of it; None keeps no average. It begins with the initial parameters. After
+                each update it is ``decay * average + (1 - decay) * parameters``.
+                `Trainer.ema_params` has it, and `evaluate` computes with it if asked. It is stored
+                and copied like one more moment of the optimizer: in fp32, or where
+                `Precision.state` is narrower in bfloat16, which is rounded stochastically. Skipped
+                steps don't change it.
             max_skipped: Number of consecutive skipped steps that is an error. In float16 it is an
                 error only if the loss is not finite or its scale is already 1.
             seed: Seed of a Linen module's parameters and of the keys for `loss_fn`. An NNX module
@@ -161,6 +171,7 @@ class Trainer(ExplainedAttributes):
             trainable=trainable,
             eval_loss_fn=eval_loss_fn,
             on_nonfinite=on_nonfinite,
+            ema_decay=ema_decay,
             max_skipped=max_skipped,
             seed=seed,
             hardware=hardware,
@@ -224,13 +235,17 @@ class Trainer(ExplainedAttributes):
         """
         self._state.check(batch)
 
-    def check_eval_batch(self, batch: Any) -> tuple[str, ...]:
+    def check_eval_batch(self, batch: Any, *, params: WhichParams = "trained") -> tuple[str, ...]:
         """Checks a batch like `evaluate`, but computes nothing; a large one is also scheduled.
+
+        Args:
+            batch: A batch.
+            params: See `evaluate`.
 
         Returns:
             The names of the loss and the metrics that `evaluate` would return.
         """
-        return self._state.check_evaluation(batch)
+        return self._state.check_evaluation(batch, params)
 
     @with_memory_advice()
     def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
@@ -248,7 +263,11 @@ class Trainer(ExplainedAttributes):
 
     @with_memory_advice()
     def evaluate(
-        self, batches: Iterable[Any], loss_fn: Callable[..., Any] | None = None
+        self,
+        batches: Iterable[Any],
+        loss_fn: Callable[..., Any] | None = None,
+        *,
+        params: WhichParams = "trained",
     ) -> dict[str, float]:
         """Computes loss and metrics of batches without training on them.
 
@@ -257,6 +276,8 @@ class Trainer(ExplainedAttributes):
         Args:
             batches: An iterable of batches.
             loss_fn: A loss function to use instead of the run's `eval_loss_fn` or training loss.
+            params: "ema" to compute with the averages that `ema_decay` keeps. They are copied to
+                the devices in the parameters' place, so this takes no further memory.
 
         Returns:
             Means over all batches. Each batch, and each of its microbatches, is weighted by the
@@ -264,13 +285,15 @@ class Trainer(ExplainedAttributes):
 
         Raises:
             TypeError: If `batches` is not an iterable, or a batch is not a pytree of arrays.
-            ValueError: If there is no batch, or all weights are 0.
+            ValueError: If there is no batch, all weights are 0, or the run keeps no averages.
             FloatingPointError: See `read`, of steps that were not read.
         """
-        return self._state.evaluate(batches, loss_fn)
+        return self._state.evaluate(batches, loss_fn, params)
 
     @with_memory_advice()
-    def predict(self, batches: Iterable[Any], fn: Callable[..., Any]) -> Any:
+    def predict(
+        self, batches: Iterable[Any], fn: Callable[..., Any], *, params: WhichParams = "trained"
+    ) -> Any:
         """Computes arrays with a row for each example, such as logits or log-probabilities.
 
         The model is streamed as in `evaluate`. NNX modules run as after ``.eval()``.
@@ -280,6 +303,7 @@ class Trainer(ExplainedAttributes):
             fn: ``fn(model, batch)`` or ``fn(model, batch, rng)``, returning a pytree of arrays that
                 have the batch's examples as first axis. It is called with one microbatch, if the
                 run has several that divide the batch, so a row shouldn't depend on other rows.
+            params: "ema" to compute with averages; see `evaluate`.
 
         Returns:
             The same pytree of NumPy arrays, in the dtypes that `fn` returns, with the rows of all
@@ -306,7 +330,7 @@ class Trainer(ExplainedAttributes):
             >>> trainer.predict(batches, lambda model, batch: batch["x"] @ model["w"]).ravel()
             array([6., 6., 3.], dtype=float32)
         """
-        return self._state.predict(batches, fn)
+        return self._state.predict(batches, fn, params)
 
     def flush(self) -> None:
         """Applies pending updates and moves all state to pinned host memory.
@@ -399,6 +423,15 @@ class Trainer(ExplainedAttributes):
         return self._state.params()
 
     @property
+    def ema_params(self) -> Any:
+        """The averages that `ema_decay` keeps, like `params`; frozen parameters are themselves.
+
+        Raises:
+            ValueError: If the run keeps no averages.
+        """
+        return self._state.params("ema")
+
+    @property
     def opt_state(self) -> Any:
         """Optax's state, as host arrays in Optax's own structure; shares memory like `params`."""
         return self._state.opt_state()
@@ -409,13 +442,22 @@ class Trainer(ExplainedAttributes):
         return self._state.model()
 
     @property
+    def ema_model(self) -> Any:
+        """Like `model`, with `ema_params`."""
+        return self._state.model("ema")
+
+    @property
     def variables(self) -> dict[str, Any]:
         """The model's state beside its parameters, by path: host arrays, and keys on the device."""
         return self._state.variables()
 
-    def compute_copy(self) -> ComputeCopy:
-        """The parameters, to be read onto the devices part by part, as steps compute with them."""
-        return self._state.compute_copy()
+    def compute_copy(self, params: WhichParams = "trained") -> ComputeCopy:
+        """The parameters, to be read onto the devices part by part, as steps compute with them.
+
+        Args:
+            params: "ema" for averages; see `evaluate`.
+        """
+        return self._state.compute_copy(params)
 
     def save(self, path: str | PathLike[str], *, params_only: bool = False) -> None:
         """Writes a checkpoint in Orbax format: parameters under the model's own paths.

@@ -389,7 +389,7 @@ def test_every_public_function_hints_at_a_misspelt_argument():
         ("rngs", "nnx.Rngs"),
         ("grad_accum", "`microbatches`"),
         ("freeze", "`trainable`"),
-        ("ema", "optimizer"),
+        ("ema", "`ema_decay`"),
         ("patience", "callbacks.EarlyStopping"),
         ("early_stopping", "callbacks.EarlyStopping"),
         ("monitor", "callbacks.EarlyStopping"),

@@ -1,5 +1,6 @@
 """The cut optimizer against Optax on the whole tree: values, structure, and what it refuses."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -391,3 +392,16 @@ def test_scalars_that_groups_share_may_be_arrays_of_some_size():
     assert cut.deferred and worst_difference(mine, theirs) <= TOLERANCE
     with refuses(ValueError, "groups", "blocks/0/w1"):
         rows_of_blocks(n=2).cut(spread(257)(None))
+
+
+def test_averages_are_first_in_their_group_and_in_the_order_of_its_leaves():
+    tree = stacked_blocks()
+    # All layers in one group: its leaves are layer by layer, the state parameter by parameter.
+    tree = dataclasses.replace(tree, group_of=tuple(int(x.block is not None) for x in tree.leaves))
+    cut = tree.cut(OPTIMIZERS["adam"](None), ema_decay=0.5)
+    for group in range(2):
+        leaves = [x for g, x in zip(tree.group_of, tree.leaves, strict=True) if g == group]
+        averages = cut.state[group][: len(leaves)]
+        assert [(x.leaf, x.index) for x in averages] == [(x.parameter, x.index) for x in leaves]
+        rest = cut.state[group][len(leaves) :]
+        assert all(cut.state_paths[x.leaf][:2] in {("0", "mu"), ("0", "nu")} for x in rest)

@@ -249,6 +249,8 @@ def test_cuts_are_shared_by_options_that_do_not_change_them_alone():
         {"microbatches": 2},
         {"precision": bf16},
         {"trainable": "layers/0/"},
+        {"ema_decay": 0.5},
+        {"ema_decay": 0.25},
     ]
 
     def facts(change: dict[str, Any]) -> Any:
@@ -256,7 +258,7 @@ def test_cuts_are_shared_by_options_that_do_not_change_them_alone():
         options = Options(**given)
         spec = make_run_spec(adapted, loss_fn, optimizer, sample, options)
         stages = [(s.leaf_dtypes, s.is_trainable, str(s.jaxpr)) for s in spec.first.program.stages]
-        return spec.optimizer.skips, stages
+        return spec.optimizer.skips, stages, str(spec.optimizer.apply[0].jaxpr)
 
     with remembering():
         found = [facts(change) for change in changes]

@@ -10,6 +10,7 @@ Example: Adam on an embedding, in group 0, and layers::
     opt_state/0/count         small arrays of the optimizer, number 0
     opt_state/0/mu/embed      optimizer state of group 0, leaf 0
     opt_state/0/nu/embed      optimizer state of group 0, leaf 1
+    ema/embed                 with `ema_decay`, the average: optimizer state, too
     run/key, run/step         small arrays of the run, numbers 0 and 1
 
 Arrays are numbers of some dtype, or codes with scales.
@@ -59,6 +60,7 @@ from megatrain_jax._src.engine.program.layers.sliced_values import (
     range_of,
     sliced_axes,
 )
+from megatrain_jax._src.engine.program.optimizer.trace_optimizer import AveragedState
 from megatrain_jax._src.engine.runtime.store import Reader, Store
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.state.codec import Blockwise, Nf4
@@ -68,6 +70,7 @@ from megatrain_jax._src.engine.state.layout import Layout
 TreePath = tuple[str, ...]
 """The path of an array in the tree of a checkpoint, such as `("params", "layers", "3", "w")`."""
 PARAMS, STATE, VARIABLES = "params", "opt_state", "variables"
+EMA, EMA_COUNT = AveragedState._fields[:2]
 
 
 class SmallArrays(enum.Enum):
@@ -189,7 +192,7 @@ def _state(spec: RunSpec) -> Iterable[ArrayEntry]:
         place = StorePlace(holder=SmallArrays.OPTIMIZER, position=position)
         slices[leaf.leaf].append((leaf.index, place))
     for i, (keys, shape) in enumerate(zip(cut.state_paths, cut.state_shapes, strict=True)):
-        path = (STATE, *keys)
+        path = keys if i <= cut.num_averages > 0 else (STATE, *keys)
         # Shared state is not in a slab, so it is never stored as codes.
         if any(isinstance(place.holder, SmallArrays) for _, place in slices[i]):
             yield _entry(path, shape.shape, shape.dtype, slices[i])
@@ -388,7 +391,7 @@ class ConvertedArray:
     """An array that a checkpoint stores in a different form than the run.
 
     Attributes:
-        sources: Entries of the checkpoint's arrays that represent it.
+        sources: Entries of the checkpoint's arrays that represent it; none for a count from 0.
         coding: The array's coding in the checkpoint; None for numbers.
     """
 
@@ -444,6 +447,8 @@ def arrays_to_convert(
 ) -> dict[TreePath, ConvertedArray]:
     """Finds the arrays that a checkpoint stores in a different, but readable form.
 
+    Averages of parameters that it lacks are its parameters themselves, as at the start of a run.
+
     Args:
         entries: Entries of the run's arrays.
         here: Codings of the run's arrays, from `coding_of`.
@@ -451,19 +456,24 @@ def arrays_to_convert(
         coded: Codings of the checkpoint's arrays.
     """
     found = {}
+    begins = not any(path[0] == EMA for path in there)
     for array, rows in _by_array(entries).items():
+        if begins and array == (EMA_COUNT,):
+            found[array] = ConvertedArray(sources=())
         # Arrays in no group, integers and float64 are never converted: a different dtype is a
         # mistake, which `check_arrays` reports.
         if not rows[0].groups or (len(rows) == 1 and rows[0].dtype not in _FLOATS):
             continue
-        coding, own = coded.get(pointer(array)), here.get(pointer(array))
+        own = here.get(pointer(array))
+        path = (PARAMS, *array[1:]) if begins and array[0] == EMA else array
+        coding = coded.get(pointer(path))
         same = all(_dtype(there.get(row.path)) == row.dtype for row in rows)
         if same and coding == own:
             continue
         if coding is not None and tuple(coding["shape"]) == rows[0].whole:
-            paths = [(*array, name) for name in part_names(coding)]
-        elif _dtype(there.get(array)) in _FLOATS:
-            paths, coding = [array], None
+            paths = [(*path, name) for name in part_names(coding)]
+        elif _dtype(there.get(path)) in _FLOATS:
+            paths, coding = [path], None
         else:
             continue
         sources = tuple(_source(path, there[path], rows[0]) for path in paths if path in there)

@@ -43,6 +43,7 @@ from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.checkpoint import manifest, orbax
 from megatrain_jax._src.engine.checkpoint.chunks import Cell
 from megatrain_jax._src.engine.checkpoint.contents import (
+    EMA,
     PARAMS,
     STATE,
     VARIABLES,
@@ -175,7 +176,8 @@ class _Loading:
         self.path, self.spec, self.store = path, spec, store
         self.sums = Checksums(path, known)
         self.chunks = ChunkReader(path)
-        self.small = [entry for entry in entries if not entry.groups]
+        self.small = [e for e in entries if not e.groups and e.array not in others]
+        self.begun = [e for e in entries if not e.groups and e.array in others]
         held = [entry for entry in entries if entry.groups]
         self.same = [entry for entry in held if entry.array not in others]
         self.others = {
@@ -328,6 +330,11 @@ class _Loading:
                 value = jax.random.wrap_key_data(jnp.asarray(value), impl=entry.key)
             assert isinstance(place.holder, SmallArrays)
             arrays[place.holder][place.position] = self.store.small(value)
+        for entry in self.begun:
+            (place,) = entry.places
+            assert isinstance(place.holder, SmallArrays)
+            zero = jnp.zeros(entry.shape, entry.dtype)
+            arrays[place.holder][place.position] = self.store.small(zero)
         set_small_arrays(self.store, arrays)
 
     def _load(self, entries: Iterable[ArrayEntry]) -> dict[TreePath, np.ndarray]:
@@ -376,6 +383,11 @@ def likely_cause(folder: Path, unequal: Collection[TreePath], only_dtypes: bool)
         return (
             "The likely cause is another `model`: other layers, sizes or names. Build the model of "
             "the run that saved it, or choose another `checkpoint_dir` for this one."
+        )
+    if any(path[0] == EMA for path in unequal):
+        return (
+            "The likely cause is that it holds averages of the parameters, and this run has no "
+            "`ema_decay`: pass one to go on with them."
         )
     if any(path[0] == STATE for path in unequal):
         return (

@@ -44,6 +44,8 @@ TrainableFilter = (
 Trainable = TrainableFilter | Sequence[TrainableFilter] | None
 EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
 Callbacks = Sequence[Callable[[Any, dict[str, Any]], None]]
+WhichParams = Literal["trained", "ema"]
+EmaDecay = float | Callable[[Any], Any] | None
 
 # A smaller number was meant in GiB: no device has 1024 GiB, and any model needs 1024 bytes.
 _LEAST_DEVICE_BYTES = 1024
@@ -92,6 +94,12 @@ class Options:
             everything but the step number unchanged and continue. Skipping is decided over all
             gradients, so no parameter is updated before all are known. Steps in float16 always
             skip: this is how the scale of the loss is found.
+        ema_decay: Decay of an exponential moving average of the trained parameters, or an Optax
+            schedule of it; None keeps no average. It begins with the initial parameters. After each
+            update it is ``decay * average + (1 - decay) * parameters``. `Trainer.ema_params` has
+            it, and `evaluate` computes with it if asked. It is stored and copied like one more
+            moment of the optimizer: in fp32, or where `Precision.state` is narrower in bfloat16,
+            which is rounded stochastically. Skipped steps don't change it.
         max_skipped: Number of consecutive skipped steps that is an error. In float16 it is an error
             only if the loss is not finite or its scale is already 1.
         seed: Seed of a Linen module's parameters and of the keys for `loss_fn`. An NNX module draws
@@ -116,6 +124,7 @@ class Options:
     trainable: Trainable = None
     eval_loss_fn: Callable[..., Any] | None = None
     on_nonfinite: OnNonfinite = "raise"
+    ema_decay: EmaDecay = None
     max_skipped: int = 10
     seed: int = 0
     hardware: Hardware | str | None = None
@@ -159,6 +168,7 @@ class Options:
             waves=_integer_or_none("waves", self.waves, "None for the plan's choice"),
             device_budget=checks.device_budget(self.device_budget, _LEAST_DEVICE_BYTES),
             host_budget=checks.num_bytes("host_budget", self.host_budget),
+            ema_decay=_decay(self.ema_decay),
             max_skipped=checks.integer("max_skipped", self.max_skipped),
             seed=checks.integer("seed", self.seed, least=_LEAST_SEED, most=_MOST_SEED),
             hardware=found_hardware(self.hardware),
@@ -269,6 +279,7 @@ class LoopOptions:
         eval_every: Evaluate after each multiple of this number of steps; None for after each epoch
             of `epochs`, or only at the end. If there is `eval_data`, the end of the run is always
             evaluated, even for a finished run that was not.
+        eval_params: "ema" to evaluate averages of the parameters, which `ema_decay` keeps.
         checkpoint_dir: Folder of the run's checkpoints, one subfolder per step, each an ordinary
             Orbax checkpoint. The last step is always saved. On a local or mounted disk; no second
             run can write there at the same time.
@@ -297,6 +308,7 @@ class LoopOptions:
     epochs: int | None = None
     eval_data: EvalData | None = None
     eval_every: int | None = None
+    eval_params: WhichParams = "trained"
     checkpoint_dir: str | PathLike[str] | None = None
     checkpoint_every: int | None = None
     keep: int = 3
@@ -321,10 +333,13 @@ class LoopOptions:
         )
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"`steps`={self.steps} and `epochs`={self.epochs} can't both be given")
+        check_which(self.eval_params, "eval_params")
         if self.eval_data is not None:
             _check_eval_data(self.eval_data)
         elif self.eval_every is not None:
             raise ValueError(f"`eval_every`={self.eval_every} needs `eval_data`")
+        elif self.eval_params != "trained":
+            raise ValueError(f"`eval_params`={self.eval_params!r} needs `eval_data`")
         if self.checkpoint_dir is not None:
             checks.path("checkpoint_dir", self.checkpoint_dir, ", or None")
         elif self.checkpoint_every is not None:
@@ -439,6 +454,7 @@ class LoopOptions:
             "`steps`": self.steps,
             "`eval_data`": self.eval_data is not None,
             "`eval_every`": self.eval_every,
+            "`eval_params`": self.eval_params,
             "`checkpoint_every`": self.checkpoint_every,
             "`keep`": self.keep,
             "`stall_seconds`": self.stall_seconds,
@@ -511,6 +527,26 @@ def _trainable(value: Any) -> Any:
             hint = f"pass the text {one.pattern!r}" if is_compiled else ""
             raise TypeError(refused("trainable", allowed, value, hint))
     return listed or value
+
+
+def check_which(value: Any, name: str = "params") -> None:
+    """Checks an argument that says which parameters to read: those trained, or their averages."""
+    if not isinstance(value, str):
+        raise TypeError(refused(name, '"trained" or "ema"', value))
+    if value not in get_args(WhichParams):
+        raise ValueError(refused(name, '"trained" or "ema"', value))
+
+
+def _decay(value: Any) -> EmaDecay:
+    if value is None or callable(value) and checks.can_be_called(value, 1):
+        return value
+    allowed = "a number from 0 to less than 1, a schedule of it, or None"
+    if callable(value):
+        raise TypeError(refused("ema_decay", allowed, value, "it is called with a step count"))
+    found = checks.number("ema_decay", value, least=0)
+    if found >= 1:
+        raise ValueError(refused("ema_decay", allowed, value, "1 would never change the average"))
+    return found
 
 
 def _gib(name: str, value: Any) -> float:

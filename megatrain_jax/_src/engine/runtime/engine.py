@@ -31,6 +31,7 @@ from megatrain_jax._src.engine.schedule.instructions import WAITS, Instruction, 
 from megatrain_jax._src.engine.schedule.schedule import Schedule
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
 from megatrain_jax._src.engine.spec.step_kernels import begin_kernel, group_kernel, stage_kernel
+from megatrain_jax._src.engine.state.layout import GroupLayout
 
 
 class Dispatched:
@@ -215,12 +216,33 @@ class Engine:
             self.store.scaling = change(*self.store.scaling, self.store.ok)
         return metrics
 
-    def evaluate(self, step: BoundStep, batch: Sequence[jax.Array]) -> Any:
+    def evaluate(
+        self,
+        step: BoundStep,
+        batch: Sequence[jax.Array],
+        averaged: Sequence[GroupLayout] | None = None,
+    ) -> Any:
         """Computes the loss and metrics of one batch, or the arrays of a prediction.
 
         It changes no state, even if it fails.
+
+        Args:
+            step: The bound step of an evaluation.
+            batch: Arrays of the batch, on the devices.
+            averaged: Layouts with averages as masters, which are then copied in their place; see
+                `Store.of_averages`.
         """
         self.flush()
+        own = self.store
+        if averaged is not None:
+            self.store = self._transfers.store = own.of_averages(averaged)
+        try:
+            return self._evaluated(step, batch)
+        finally:
+            self.store = self._transfers.store = own
+
+    def _evaluated(self, step: BoundStep, batch: Sequence[jax.Array]) -> Any:
+        """See `evaluate`; all state is at rest."""
         self._wake()
         try:
             live, _, _ = self._begin(step, batch)

@@ -1,7 +1,7 @@
 """Evaluation: the loss and metrics of batches, or predictions, without training on them."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from megatrain_jax._src.engine.runtime.engine import Engine
 from megatrain_jax._src.engine.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
 from megatrain_jax._src.engine.spec.run_spec import batch_key
+from megatrain_jax._src.engine.state.layout import GroupLayout
 from megatrain_jax._src.engine.state.placement import Placement
 
 
@@ -44,7 +45,10 @@ _AGREED_SHAPES = "the shapes of the batches that are evaluated, and their number
 
 
 def evaluate_batches(
-    engine: Engine, batches: Iterable[Any], bind: Callable[[Any], BoundStep]
+    engine: Engine,
+    batches: Iterable[Any],
+    bind: Callable[[Any], BoundStep],
+    averaged: Sequence[GroupLayout] | None = None,
 ) -> Iterator[tuple[Any, int | None]]:
     """Evaluates batch by batch; a signal takes effect between two batches.
 
@@ -52,6 +56,7 @@ def evaluate_batches(
         engine: The engine, at rest or not.
         batches: Pytrees of arrays on the host, drawn one by one.
         bind: Function that checks a batch and returns its bound step.
+        averaged: Layouts with averages as masters, to evaluate with them; see `Engine.evaluate`.
 
     Yields:
         What `Engine.evaluate` computes for each batch, on the device and maybe not ready yet, and
@@ -76,5 +81,5 @@ def evaluate_batches(
                 return
             with doing(f"computing {where}"):
                 arrays = put_batch(batch, step, placement)
-                found = engine.evaluate(step, arrays), num_rows(arrays)
+                found = engine.evaluate(step, arrays, averaged), num_rows(arrays)
         yield found

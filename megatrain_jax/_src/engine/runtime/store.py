@@ -14,6 +14,7 @@ Arrays in the host are never modified; only the entry is replaced. So a reader, 
 being written, keeps reading the arrays it was given.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -145,6 +146,20 @@ class Store:
             else np.asarray(x)
             for x in arrays
         ]
+
+    def of_averages(self, layouts: Sequence[GroupLayout]) -> "Store":
+        """A store at rest that has averages of parameters in place of masters, to read from.
+
+        Args:
+            layouts: Layout of each group with its averages as masters.
+        """
+        found = copy.copy(self)
+        found.layouts, found.host, found._copied = tuple(layouts), dict(self.host), None
+        for g, (own, averaged) in enumerate(zip(self.layouts, layouts, strict=True)):
+            if averaged is not own:
+                averages, *_ = own.state.by_slab(self.host[Key(Kind.OPTIMIZER_STATE, g)])
+                found.host[Key(Kind.MASTERS, g)] = averages
+        return found
 
     # ---- between rest and steps
 

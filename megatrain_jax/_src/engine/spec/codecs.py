@@ -1,6 +1,7 @@
 """Chooses the codec of each master and each state array from a run's precision."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -99,7 +100,15 @@ def state_codecs(
         return [Plain()] * len(state)
     traits = state_traits(optimizer.initial_state[group], optimizer.apply[group], num_leaves)
     return [
-        _state_codec(precision, leaf, path_name(optimizer.state_paths[leaf.leaf]), row)
+        _state_codec(
+            # Rounded to nearest, an average would never move: its changes are small.
+            replace(precision, rounding="stochastic")
+            if leaf.leaf < optimizer.num_averages
+            else precision,
+            leaf,
+            path_name(optimizer.state_paths[leaf.leaf]),
+            row,
+        )
         for leaf, row in zip(state, traits, strict=True)
     ]
 

@@ -148,7 +148,7 @@ def _cut(
     # Groups depend on the stages that read each leaf, so they come after the loss. The optimizer is
     # cut by groups, so it comes last.
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
-    update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.dtypes)
+    update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options)
     # A step is skipped as a whole, so all gradients must be known before any group is updated.
     if options.on_nonfinite == "skip" or options.dtypes.scales_loss:
         update = dataclasses.replace(update, deferred=True, guarded=True, skips=True)
@@ -188,9 +188,10 @@ def _cut_optimizer(
     leaves: Sequence[Leaf],
     grouping: Grouping,
     trained: Sequence[bool],
-    precision: Precision,
+    options: Options,
 ) -> OptimizerCut:
     """Cuts the update of trained parameters; Optax sees the rest masked, as with `optax.masked`."""
+    precision, decay = options.dtypes, options.ema_decay
     parameters = [p for p, trains in enumerate(trained) if trains]
     number = {p: n for n, p in enumerate(parameters)}
 
@@ -211,12 +212,14 @@ def _cut_optimizer(
         tree = jax.tree.structure(params_tree(list(range(len(shapes)))))
         sizes = tuple((x.shape, x.dtype) for x in shapes)
         groups = tuple(group_of), num_groups
-        return IdentityKey(optimizer), tree, sizes, tuple(of_optax), *groups, is_scaled
+        what = IdentityKey(optimizer), decay
+        return *what, tree, sizes, tuple(of_optax), *groups, is_scaled
 
     def cut() -> OptimizerCut:
         given = optimizer, params_tree, shapes, of_optax, group_of, num_groups
-        made = cut_optimizer(*given, is_scaled=is_scaled)
-        return dataclasses.replace(made, numbers=tuple(named_numbers(optimizer.update)))
+        made = cut_optimizer(*given, is_scaled=is_scaled, ema_decay=decay)
+        numbers = [*named_numbers(optimizer.update), *named_numbers({"ema_decay": decay})]
+        return dataclasses.replace(made, numbers=tuple(numbers))
 
     # It doesn't depend on the batch, so plans for many batches share it.
     return remembered("cut optimizer", key, cut)

@@ -100,7 +100,7 @@ def _make(
         precision = options.dtypes
         dtypes = map(str, (precision.compute, precision.update, precision.products))
         numbers = microbatches, options.num_devices, options.on_nonfinite
-        return *map(IdentityKey, objects), *dtypes, *numbers
+        return *map(IdentityKey, objects), *dtypes, *numbers, options.ema_decay
 
     def trace() -> TracedLoss:
         with naming_first_batch(sample_batch, microbatches):

@@ -6,6 +6,7 @@ starts from the same object.
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -106,6 +107,16 @@ class RunSpec:
             has_smaller_parts=self.has_smaller_parts,
         )
 
+    @functools.cached_property
+    def averaged_layouts(self) -> tuple[GroupLayout, ...]:
+        """The layout of each group with its averages as masters; frozen groups have no others."""
+        return tuple(
+            layout
+            if group in self.grouping.frozen
+            else dataclasses.replace(layout, master=layout.averages)
+            for group, layout in enumerate(self.layouts)
+        )
+
     @property
     def machine(self) -> Hardware | None:
         """The hardware that the first step is scheduled for."""
@@ -172,7 +183,12 @@ class RunSpec:
         return "loss", *traced.metrics
 
     def bound_step(
-        self, batch: Any, *, train: bool = True, loss_fn: Callable[..., Any] | None = None
+        self,
+        batch: Any,
+        *,
+        train: bool = True,
+        loss_fn: Callable[..., Any] | None = None,
+        averages: bool = False,
     ) -> BoundStep:
         """Traces, cuts and schedules a step for a new batch shape, or an evaluation.
 
@@ -180,8 +196,10 @@ class RunSpec:
             batch: A batch, or `jax.ShapeDtypeStruct`s of one.
             train: Whether it is a training step; an evaluation has no backward.
             loss_fn: The loss; None for the run's own.
+            averages: Whether an evaluation reads averages of parameters in place of masters.
         """
         loss_fn = loss_fn or self.loss_fn
+        layouts = self.averaged_layouts if averages else self.layouts
         traced, microbatches = self.trace(batch, train=train, loss_fn=loss_fn)
         waves = min(self.waves, microbatches)
         # The store has the run's own leaves and groups, so they are used even if this loss would
@@ -197,7 +215,7 @@ class RunSpec:
             return bind_step(
                 (batch_key(batch), train, loss_fn),
                 cut,
-                self.layouts,
+                layouts,
                 self.options,
                 microbatches=microbatches,
                 device_budget=self.budget_bytes,

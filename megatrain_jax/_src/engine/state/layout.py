@@ -698,6 +698,13 @@ class GroupLayout:
         return (self.master, *self.state.layouts)
 
     @property
+    def averages(self) -> Layout:
+        """Layout of the averages of parameters; only of a group that begins its state with them."""
+        layout = self.state.layouts[0]
+        assert layout.shapes == self.master.shapes
+        return layout
+
+    @property
     def draws(self) -> bool:
         """Whether encoding an update draws random bits."""
         return self.master.draws or self.state.draws

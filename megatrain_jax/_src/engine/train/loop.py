@@ -159,7 +159,7 @@ class Loop:
             return
         with naming_evaluation():
             first, self.first_evaluation = drawn or first_evaluation(self.options.eval_data)
-            names = self.trainer.check_eval_batch(first)
+            names = self.trainer.check_eval_batch(first, params=self.options.eval_params)
             self.options.check_metrics(names, EVAL_PREFIX)
         if self.trainer.processes.is_first:
             self.options.warn_of_training_metrics(names)
@@ -355,7 +355,7 @@ class Loop:
         history = self.trainer.history
         history.cut_off = self.trainer.num_steps  # reset when the evaluation completes
         try:
-            means = self.trainer.evaluate(batches)
+            means = self.trainer.evaluate(batches, params=self.options.eval_params)
             history.cut_off = None
         except Exception as error:
             error.add_note("This was raised by the evaluation of `eval_data`.")

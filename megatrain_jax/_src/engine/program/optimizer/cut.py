@@ -64,9 +64,10 @@ from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
-from megatrain_jax._src.engine.program.layers.sliced_values import Index, joined
+from megatrain_jax._src.engine.program.layers.sliced_values import Index, joined, numbers
 from megatrain_jax._src.engine.program.optimizer.trace_optimizer import (
     TINY,
+    Decay,
     LeafMap,
     Shapes,
     StateLeaf,
@@ -505,9 +506,10 @@ class OptimizerCut:
         skips: Whether a dropped step does not end the run.
         is_scaled: Whether gradients belong to a scaled loss, so that updates divide them by the
             scale. The fragments of *reduce* and *combine* then take the scale after the loss.
-        state_def: Tree structure of the whole Optax state.
+        state_def: Tree structure of the whole Optax state; an `AveragedState` with averages.
         state_shapes: Shape and dtype of its leaves.
-        state: For each group, the pieces of state it owns.
+        num_averages: Number of averages of parameters, which are the first of these leaves.
+        state: For each group, the pieces of state it owns; its averages first, as its leaves.
         globals: Small state that belongs to no group: counts, keys, hyperparameters.
         reduce: For each group `(*grads, *params, *state, loss, *globals) -> scalars`.
         reduce_reads: Kinds, of masters and optimizer state, that any `reduce` actually reads.
@@ -530,6 +532,7 @@ class OptimizerCut:
     is_scaled: bool = False
     state_def: Any
     state_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    num_averages: int = 0
     state: tuple[tuple[StateLeaf, ...], ...]
     globals: tuple[StateLeaf, ...]
     reduce: tuple[Fragment, ...]
@@ -548,7 +551,9 @@ class OptimizerCut:
         tree = jax.tree.unflatten(self.state_def, self.state_shapes)
         rows, _ = jax.tree_util.tree_flatten_with_path(tree)
         simple = jax.tree_util.keystr
-        return tuple(tuple(simple((key,), simple=True) for key in keys) for keys, _ in rows)
+        paths = (tuple(simple((key,), simple=True) for key in keys) for keys, _ in rows)
+        averaged = self.num_averages > 0
+        return tuple(keys[1:] if averaged and keys[0] == "inner" else keys for keys in paths)
 
 
 def cut_optimizer(
@@ -560,6 +565,7 @@ def cut_optimizer(
     num_groups: int,
     *,
     is_scaled: bool = False,
+    ema_decay: Decay | None = None,
 ) -> OptimizerCut:
     """Cuts an Optax transformation by parameter group.
 
@@ -572,6 +578,7 @@ def cut_optimizer(
         group_of: Group of each leaf.
         num_groups: Number of groups.
         is_scaled: Whether gradients belong to a scaled loss.
+        ema_decay: Decay of averages of the parameters, or a schedule of it; None for none.
 
     Raises:
         ValueError: It needs more than gradients, parameters, its state and the loss.
@@ -580,13 +587,16 @@ def cut_optimizer(
 
     def key() -> Hashable:
         tree = jax.tree.structure(params_tree(range(len(shapes))))
-        return IdentityKey(optimizer), tree, tuple((x.shape, x.dtype) for x in shapes), is_scaled
+        sizes = tuple((x.shape, x.dtype) for x in shapes)
+        return IdentityKey(optimizer), tree, sizes, is_scaled, ema_decay
 
     # Only the cut depends on the groups, so blocks in any number of parts share the traces.
     traced = remembered(
         "traced optimizer",
         key,
-        lambda: trace_optimizer(optimizer, params_tree, shapes, is_scaled=is_scaled),
+        lambda: trace_optimizer(
+            optimizer, params_tree, shapes, is_scaled=is_scaled, ema_decay=ema_decay
+        ),
     )
     leaf_map = LeafMap(traced, leaves, group_of, num_groups)
     places = tuple((leaf.parameter, leaf.index) for leaf in leaves)
@@ -646,7 +656,8 @@ class _Cutter:
         outputs = list(update.jaxpr.outvars)
         self.new_params, self.new_tokens = outputs[:n], outputs[n:]
         self.owner = self._owners()
-        self.owned = jx.members(self.owner, leaf_map.num_groups)
+        rows = jx.members(self.owner, leaf_map.num_groups)
+        self.owned = [self._in_order(g, row) for g, row in enumerate(rows)]
         self.shared = [t for t, o in enumerate(self.owner) if o is None]
         owners = [NEUTRAL if owner is None else owner for owner in self.owner]
         labels = {**self._parameter_groups(), **dict.fromkeys(self.numbers, NEUTRAL)}
@@ -657,6 +668,19 @@ class _Cutter:
     def _parameter_groups(self) -> dict[Any, int]:
         groups = self.leaf_map.group_of
         return dict(zip([*self.grads, *self.params], [*groups, *groups], strict=True))
+
+    def _in_order(self, g: int, owned: Sequence[int]) -> list[int]:
+        """A group's tokens, with averages first, in the order of its leaves, as masters are."""
+        leaves, tokens = self.leaf_map.leaves, self.leaf_map.tokens
+        order = self.leaf_map.groups[g]
+        places = {(leaves[i].parameter, numbers(leaves[i].index)): i for i in order}
+
+        def place(t: int) -> int:
+            token = tokens[t]
+            is_average = token.leaf < self.leaf_map.traced.num_averages
+            return places[token.leaf, numbers(token.index)] if is_average else len(leaves)
+
+        return sorted(owned, key=place)
 
     def _owners(self) -> list[int | None]:
         """Owner of each token: the only group with arrays that it meets; None if it is shared.
@@ -713,6 +737,7 @@ class _Cutter:
             is_scaled=leaf_map.traced.is_scaled,
             state_def=leaf_map.traced.state_def,
             state_shapes=leaf_map.traced.state_shapes,
+            num_averages=leaf_map.traced.num_averages,
             state=tuple(tuple(leaf_map.tokens[t] for t in owned[g]) for g in groups),
             globals=tuple(leaf_map.tokens[t] for t in self.shared),
             reduce=reduce,

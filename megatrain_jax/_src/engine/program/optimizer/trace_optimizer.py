@@ -21,7 +21,7 @@ calls opened, is the flat update. Tiny values that it repeats are computed once.
 import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,26 @@ from megatrain_jax._src.engine.program.layers.sliced_values import (
 )
 
 Shapes = Sequence[jax.ShapeDtypeStruct]
+Decay = float | Callable[[jax.Array], Any]
 
 TINY = 16  # elements: values up to this size are sent to a group, not computed in it
+
+
+class AveragedState(NamedTuple):
+    """An optimizer's state with averages of the parameters.
+
+    The averages come first, so that a group's state begins with those of its parameters, and they
+    are laid out like its masters.
+
+    Attributes:
+        ema: The averages, as a tree like the parameters.
+        ema_count: Number of updates.
+        inner: The optimizer's own state.
+    """
+
+    ema: Any
+    ema_count: Any
+    inner: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +104,7 @@ class TracedOptimizer:
         state_of: For each leaf of the state, the parameter with a path that is a suffix of the
             leaf's path, or None.
         is_scaled: Whether gradients belong to a scaled loss.
+        num_averages: Number of averages of parameters, which are the first leaves of the state.
     """
 
     update: jx.Traced
@@ -96,6 +115,7 @@ class TracedOptimizer:
     state_names: tuple[str, ...]
     state_of: tuple[int | None, ...]
     is_scaled: bool = False
+    num_averages: int = 0
 
     @property
     def num_numbers(self) -> int:
@@ -109,6 +129,7 @@ def trace_optimizer(
     shapes: Shapes,
     *,
     is_scaled: bool = False,
+    ema_decay: Decay | None = None,
 ) -> TracedOptimizer:
     """Traces the update of a whole tree, and its initialisation, on abstract arrays.
 
@@ -118,13 +139,21 @@ def trace_optimizer(
         shapes: Shape and dtype of each parameter's master copy.
         is_scaled: Whether gradients belong to a scaled loss. The update then divides them by the
             scale first.
+        ema_decay: Decay of averages of the parameters, or a schedule of it; None for none. The
+            state is then an `AveragedState`.
 
     Raises:
         ValueError: It can't be traced, it changes the form of its state or of a parameter, or it
             has effects.
     """
     tx = optax.with_extra_args_support(optimizer)
-    init = _explained(lambda: jx.trace(lambda p: tx.init(params_tree(p)), list(shapes)))
+
+    def initial(params):
+        params = params_tree(params)
+        own = tx.init(params)
+        return own if ema_decay is None else AveragedState(params, jnp.zeros([], jnp.int32), own)
+
+    init = _explained(lambda: jx.trace(initial, list(shapes)))
     state_shapes = tuple(jx.shape_of(v.aval) for v in init.jaxpr.outvars)
 
     def update(grads, params, state, loss, *scale):
@@ -134,14 +163,16 @@ def trace_optimizer(
             grads = [g * inverse.astype(g.dtype) for g in grads]
         params, grads = params_tree(params), params_tree(grads)
         state = jax.tree.unflatten(init.out_tree, state)
+        own = state if ema_decay is None else state.inner
         try:
-            updates, state = tx.update(grads, state, params, value=loss)
+            updates, own = tx.update(grads, own, params, value=loss)
         except TypeError as error:
             # Some, such as contrib.sam, accept only their own arguments.
             if "unexpected keyword argument 'value'" not in str(error):
                 raise
-            updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+            updates, own = tx.update(grads, own, params)
+        params = optax.apply_updates(params, updates)
+        return params, own if ema_decay is None else _averaged(state, params, own, ema_decay)
 
     number = jax.ShapeDtypeStruct((), jnp.float32)
     numbers = [number, number] if is_scaled else [number]
@@ -152,6 +183,8 @@ def trace_optimizer(
     state = jax.tree.unflatten(init.out_tree, range(len(state_shapes)))
     # Numbers stand in for arrays, because only paths are needed.
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    if ema_decay is not None:  # named as without averages
+        paths = [path[1:] if path[0].name == "inner" else path for path in paths]
     state_names = tuple(map(jax.tree_util.keystr, paths))
     _check_results(traced, shapes, init.out_tree, state_shapes, state_names)
     if has_side_effects(traced.jaxpr) or has_side_effects(init.jaxpr):
@@ -177,7 +210,15 @@ def trace_optimizer(
         state_names=state_names,
         state_of=tuple(map(owner, paths)),
         is_scaled=is_scaled,
+        num_averages=0 if ema_decay is None else len(shapes),
     )
+
+
+def _averaged(state: AveragedState, params: Any, own: Any, decay: Decay) -> AveragedState:
+    """The state after an update, from the new parameters and the optimizer's own new state."""
+    now: Any = decay(state.ema_count) if callable(decay) else decay
+    average = optax.incremental_update(params, state.ema, 1 - now)
+    return AveragedState(average, state.ema_count + 1, own)
 
 
 # Messages with which Optax asks for a function of the parameters.
