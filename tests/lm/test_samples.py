@@ -181,8 +181,8 @@ def test_a_decoder_is_asked_once_for_each_temperature(monkeypatch: pytest.Monkey
     class Generator:
         """Writes the prompt's first id, the temperature and the seed."""
 
-        def __init__(self, trainer: Any, *, tokenizer: Any):
-            pass
+        def __init__(self, trainer: Any, *, tokenizer: Any, params: str):
+            assert params == "ema"
 
         def __enter__(self) -> Any:
             return self
@@ -197,10 +197,12 @@ def test_a_decoder_is_asked_once_for_each_temperature(monkeypatch: pytest.Monkey
     monkeypatch.setattr(models, "Generator", Generator)
     decoder = object.__new__(models.Decoder)
     trainer: Any = SimpleNamespace(
-        processes=SimpleNamespace(count=1), compute_copy=lambda: SimpleNamespace(model=decoder)
+        processes=SimpleNamespace(count=1),
+        compute_copy=lambda params: SimpleNamespace(model=decoder),
     )
     rates = (0.5, 0.0, 0.5)
-    samples = callbacks.Samples(PROMPTS, num_tokens=5, temperatures=rates, seed=7, stop=[3])
+    given: dict[str, Any] = {"temperatures": rates, "seed": 7, "stop": [3], "params": "ema"}
+    samples = callbacks.Samples(PROMPTS, num_tokens=5, **given)
     found = [(s["prompt"], s["temperature"], s["text"]) for s in samples.draw(trainer)]
     assert found == [
         (" ".join(map(str, ids)), rate, f"{ids[0]} {rate} 7") for ids in PROMPTS for rate in rates

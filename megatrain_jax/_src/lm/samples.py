@@ -1,7 +1,7 @@
 """Samples of a run: the streamed model continues prompts during training."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +117,7 @@ class Samples(Callback):
         stop: Collection[int] | None = None,
         every: int | None = None,
         show: bool = True,
+        params: Literal["trained", "ema"] = "trained",
     ):
         """Continues nothing yet.
 
@@ -138,6 +139,7 @@ class Samples(Callback):
                 its checkpoint names.
             every: Number of steps between samples; None for each evaluation.
             show: Whether to print the samples.
+            params: "ema" for the averages that a run with `ema_decay` keeps of its parameters.
 
         Raises:
             TypeError: If an argument has a wrong type.
@@ -160,6 +162,9 @@ class Samples(Callback):
         self._seed = checks.integer("seed", seed, least=0, most=2**32 - 1)
         self._every = None if every is None else checks.integer("every", every)
         self._show = checks.boolean("show", show)
+        if params not in ("trained", "ema"):
+            raise ValueError(checks.refused("params", '"trained" or "ema"', params))
+        self._params: Literal["trained", "ema"] = params
         self._stop, self._has_stop = _stop(stop, tokenizer), stop is not None
         self._for_decoders = logits is None
         self._next_tokens = next_tokens_by(logits or decoder_logits)
@@ -196,7 +201,7 @@ class Samples(Callback):
             ValueError: If `logits` returns an array with a wrong shape.
         """
         if self._for_decoders:
-            copy = trainer.compute_copy()
+            copy = trainer.compute_copy(self._params)
             if isinstance(copy.model, models.Decoder):
                 return self._generated(trainer)
         lengths = np.array([len(row) for _, row, _ in self._rows], np.int32)
@@ -216,7 +221,7 @@ class Samples(Callback):
                 # depend on the rest.
                 "draws": rng.random(self.num_rows, np.float32),
             }
-            found = trainer.predict([batch], self._next_tokens).tolist()
+            found = trainer.predict([batch], self._next_tokens, params=self._params).tolist()
             # All processes go on with the first one's tokens; their own may be rounded differently.
             chosen = np.array(trainer.processes.gather("the next tokens", found)[0], np.int32)
             going &= ~np.isin(chosen, stop)
@@ -236,7 +241,8 @@ class Samples(Callback):
     def _generated(self, trainer: Trainer) -> list[dict[str, Any]]:
         """The continuations by a decoder, which keeps its caches from token to token."""
         texts: dict[int, str] = {}
-        with models.Generator(trainer, tokenizer=self._tokenizer) as generator:
+        given: Any = {"tokenizer": self._tokenizer, "params": self._params}
+        with models.Generator(trainer, **given) as generator:
             for rate in dict.fromkeys(rate for *_, rate in self._rows):
                 numbers = [i for i, (*_, own) in enumerate(self._rows) if own == rate]
                 found = generator.generate(

@@ -190,6 +190,16 @@ COMMON = [
     option("device_budget", "minimum", "fit.device_budget", "plan.device_budget"),
     option("host_budget", "64GiB", "fit.host_budget", "plan.host_budget"),
     option("on_nonfinite", "skip", "fit.on_nonfinite", "plan.on_nonfinite"),
+    option(
+        "ema_decay",
+        0.75,
+        *("fit.ema_decay", "plan.ema_decay"),
+        At(place="fit.eval_params", expected="ema"),
+        At(place="Samples.params", expected="ema"),
+        At(place="save_pretrained.params", expected="ema"),
+        At(place="report.exported_params", expected="ema"),
+        **SAMPLED,
+    ),
     option("eval_every", 4, "fit.eval_every"),
     option("metric", "eval_accuracy", *judged("metric"), **EVALUATES),
     option("metric_mode", "max", *judged("mode"), **EVALUATES),
@@ -370,6 +380,7 @@ FINETUNE = [
         At(place="Samples.prompts", expected=[[{"role": "user", "content": "count"}]]),
     ),
     option("export_dtype", "float16", "save_lora.dtype", lora_rank=2),
+    option("ema_decay", 0.75, At(place="save_lora.params", expected="ema"), lora_rank=2),
     option("seed", 7, "lora.seed", lora_rank=2),
     option("seed", 7, "neftune.seed", neftune_noise_alpha=5.0),
 ]
@@ -379,6 +390,7 @@ SIZED = option(
 PRETRAIN = [
     SIZED,
     option("samples", ["count"], "Samples.prompts"),
+    option("ema_decay", 0.75, At(place="save_pretrained.params", expected="ema")),
     option(
         "tokenizer",
         "other-tokenizer",
@@ -425,6 +437,7 @@ PLAN = [
     option("optimizer", "muon", count("muon", "learning_rate", 1)),
     option("optimizer_options", {"eps": 0.5}, At(place="adamw.eps", expected=0.5)),
     option("clip", 0.5, "clip_by_global_norm.max_norm"),
+    option("ema_decay", 0.75, "plan.ema_decay"),
     option("trainable", "norm", "plan.trainable"),
     option("trainable", "norm", At(place="plan.trainable", expected="lora|norm"), lora_rank=2),
     option("frozen", "int8", precision("frozen")[1], trainable="norm"),

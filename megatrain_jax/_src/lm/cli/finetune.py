@@ -157,6 +157,7 @@ def _export(
     dtype = settings.export_dtype
     with exported_tokenizer(settings) as source:
         options: dict[str, Any] = {"chat_template": template, "source": source}
+        options["params"] = settings.params
         if name == "adapter":
             return models.save_lora(trainer, folder, dtype=dtype or "float32", **options)
         return models.save_pretrained(trainer, folder, dtype=dtype, **options)

@@ -38,6 +38,7 @@ class PlanSettings(run_settings.Settings):
             learning rate and optimizer_options to an Optax optimizer.
         optimizer_options: Further keywords of the optimizer in Optax, such as {momentum: 0.9}.
         clip: Maximum global norm of the gradients; null for no clipping.
+        ema_decay: Decay of a moving average of the trained parameters; default: no average.
         trainable: Regular expression on paths of the trained parameters, one or several; default:
             all.
         frozen: Form of frozen parameters at rest, "nf4" for 4 bits as in QLoRA; default: the
@@ -72,6 +73,7 @@ class PlanSettings(run_settings.Settings):
     optimizer: str = "adamw"
     optimizer_options: dict[str, Any] | None = None
     clip: float | None = 1.0
+    ema_decay: float | None = None
     trainable: list[str] | str | None = None
     frozen: run_settings.Frozen | None = None
     lora_rank: int | None = None
@@ -95,6 +97,7 @@ class PlanSettings(run_settings.Settings):
             raise ValueError("`microbatches`=auto needs `tokens`: any batch fits in small parts")
         run_settings.check_optimizer(self.optimizer)
         self.check_each(checks.number, "clip", above=0)
+        self.check_each(checks.number, "ema_decay", least=0)
         self.check_use(
             "frozen",
             self.trainable is not None or self.lora_rank is not None,

@@ -50,6 +50,7 @@ class Planner:
             "hosts": settings.hosts,
             "network": settings.network,
             "microbatches": settings.microbatches,
+            "ema_decay": settings.ema_decay,
             "device_budget": checks.device_budget(settings.device_budget),
             "host_budget": checks.num_bytes("host_budget", settings.host_budget),
         }

@@ -92,5 +92,6 @@ def _export(
         trainer,
         folder,
         dtype=settings.export_dtype,
+        params=settings.params,
         source=Path(settings.tokenizer).expanduser(),
     )

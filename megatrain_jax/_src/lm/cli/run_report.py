@@ -61,6 +61,7 @@ def make_samples(settings: TrainingSettings, job: Job) -> list[callbacks.Callbac
             num_tokens=settings.sample_tokens,
             temperatures=settings.sample_temperatures,
             seed=settings.seed,
+            params=settings.params,
         )
     ]
 
@@ -256,4 +257,9 @@ def export_all(
     for name in settings.exports:
         to = folder.path / f"{name}{suffix}"
         if not distributed.in_first(to.exists):
-            print(f"exported to {export(name, to)}", flush=True)
+            what = "exported the averages" if _has_averages(settings) else "exported"
+            print(f"{what} to {export(name, to)}", flush=True)
+
+
+def _has_averages(settings: RunSettings) -> bool:
+    return isinstance(settings, TrainingSettings) and settings.params == "ema"

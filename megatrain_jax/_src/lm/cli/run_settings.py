@@ -280,6 +280,8 @@ class TrainingSettings(RunSettings):
         epochs: How often all documents are seen; default: once, or as often as --steps needs.
         steps: Number of steps; documents repeat as needed unless --epochs is given; default: all
             epochs.
+        ema_decay: Decay of a moving average of the trained parameters, such as 0.999, which is
+            then evaluated, sampled and exported in their place; default: no average.
         on_nonfinite: Whether a loss or gradient that is not finite ends the run or skips the step.
         eval_every: Evaluate after each multiple of this number of steps, and at the end.
         metric: Evaluation metric that determines the best evaluation.
@@ -310,6 +312,7 @@ class TrainingSettings(RunSettings):
     batch: int = 16
     epochs: int | None = None
     steps: int | None = None
+    ema_decay: float | None = None
     on_nonfinite: Literal["raise", "skip"] = "raise"
     eval_every: int | None = None
     metric: str = "eval_loss"
@@ -334,7 +337,7 @@ class TrainingSettings(RunSettings):
         self.check_each(checks.integer, names)
         self.check_each(checks.integer, "workers", least=0)
         self.check_shares("held_out")
-        self.check_each(checks.number, "min_delta", least=0)
+        self.check_each(checks.number, "min_delta ema_decay", least=0)
         self._check_data()
         self._check_push()
         self._check_evaluation()
@@ -400,6 +403,11 @@ class TrainingSettings(RunSettings):
             self.samples is not None,
             "prompts: set `samples`",
         )
+
+    @property
+    def params(self) -> Literal["trained", "ema"]:
+        """The parameters that are evaluated, sampled and exported."""
+        return "trained" if self.ema_decay is None else "ema"
 
     @property
     def prompts(self) -> list[str]:

@@ -67,7 +67,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], recipe.Job]) -> int:
         identity = folder.note("identity") or uuid.uuid4().hex
         found = _callbacks(settings, folder, job, identity)
         options = recipe.run_options(settings, job.frozen, job.trainable) | _parts(settings, folder)
-        options["on_nonfinite"] = settings.on_nonfinite
+        options |= {"on_nonfinite": settings.on_nonfinite, "ema_decay": settings.ema_decay}
         plan = _plan(settings, job, options)
         if settings.microbatches == "auto":
             # As the first process's machine has it.
@@ -117,7 +117,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], recipe.Job]) -> int:
                 trainer.restore(best)
             print(f"the best evaluation was that of step {best.name}, which is exported")
         export()
-        report["exported_step"] = trainer.num_steps
+        report |= {"exported_step": trainer.num_steps, "exported_params": settings.params}
         timer.lap("export")
     folder.finish({**report, "seconds": timer.seconds, "history": list(result.history)})
     print(f"finished after {_how(ending)}: {folder.path}")
@@ -221,6 +221,7 @@ def _train(
             params=job.params,
             eval_data=with_reference(batches.held_out),
             eval_every=settings.eval_every,
+            eval_params=settings.params if batches.held_out else "trained",
             callbacks=[lines, *found],
             progress=has_bar(),
             **folder.saving(settings),

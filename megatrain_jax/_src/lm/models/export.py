@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -210,6 +210,7 @@ def save_pretrained(
     source: str | PathLike[str] | None = None,
     chat_template: str | None = None,
     overwrite: bool = False,
+    params: Literal["trained", "ema"] = "trained",
 ) -> Path:
     """Writes a folder that Transformers' Auto classes load, and so does the family's own class.
 
@@ -233,6 +234,7 @@ def save_pretrained(
             tokenizer's own.
         overwrite: Whether to replace an earlier export in `folder`. It stays until the new one is
             complete. A folder that contains anything else is refused.
+        params: "ema" for the averages that a run with `ema_decay` keeps of its parameters.
 
     Returns:
         The folder.
@@ -253,7 +255,7 @@ def save_pretrained(
     folder = new_folder(folder, overwrite=overwrite)
     if source is not None:
         source = existing_folder("source", source, "a tokenizer")
-    model = decoder_of(trainer)
+    model = decoder_of(trainer, params)
     config = model.config
     if config.original is None:
         raise ValueError(
@@ -323,18 +325,24 @@ def write_chat_template(folder: Path, template: str | None) -> None:
         (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
 
 
-def decoder_of(trainer: Trainer | Decoder) -> Decoder:
-    """Returns a trainer's decoder, or the given decoder.
+def decoder_of(
+    trainer: Trainer | Decoder, params: Literal["trained", "ema"] = "trained"
+) -> Decoder:
+    """Returns a trainer's decoder, with its parameters or their averages, or the given decoder.
 
     Raises:
         TypeError: If it is neither, or the trainer trains a different model.
     """
     if isinstance(trainer, Decoder):
+        if params != "trained":
+            raise ValueError(f"`params`={params!r} needs a trainer, not a decoder")
         return trainer
     if not isinstance(trainer, Trainer):
         hint = "pass the result's `.trainer`" if hasattr(trainer, "trainer") else ""
         raise TypeError(checks.refused("trainer", "a Trainer or a models.Decoder", trainer, hint))
-    model = policy_of(trainer.model)
+    if params not in ("trained", "ema"):
+        raise ValueError(checks.refused("params", '"trained" or "ema"', params))
+    model = policy_of(trainer.ema_model if params == "ema" else trainer.model)
     if not isinstance(model, Decoder):
         raise TypeError(f"`trainer` trains a {type(model).__qualname__}, not a models.Decoder")
     return model

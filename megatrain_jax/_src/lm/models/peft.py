@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -427,6 +427,7 @@ def save_lora(
     source: str | PathLike[str] | None = None,
     chat_template: str | None = None,
     overwrite: bool = False,
+    params: Literal["trained", "ema"] = "trained",
 ) -> Path:
     """Writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads.
 
@@ -447,6 +448,7 @@ def save_lora(
             the dataset that they were trained on, for `chat` and for merging; None for none, or
             that of `source`.
         overwrite: Whether to replace an earlier export in `folder`; see `save_pretrained`.
+        params: "ema" for the averages that a run with `ema_decay` keeps of its parameters.
 
     Returns:
         The folder.
@@ -465,7 +467,7 @@ def save_lora(
     folder = new_folder(folder, overwrite=overwrite)
     if source is not None:
         source = existing_folder("source", source, "a tokenizer")
-    model = decoder_of(trainer)
+    model = decoder_of(trainer, params)
     modules = dict(adapted_modules(model))
     if not modules:
         raise ValueError("`trainer` has no adapters to save; save_pretrained writes whole models")

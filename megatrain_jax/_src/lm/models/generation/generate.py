@@ -372,6 +372,7 @@ class Generator:
         tokenizer: Any = None,
         dtype: Any = None,
         device_budget: int | str | None = None,
+        params: Literal["trained", "ema"] = "trained",
     ):
         """Opens a model; its weights are read by the first call.
 
@@ -380,13 +381,14 @@ class Generator:
             tokenizer: See `generate`.
             dtype: See `generate`.
             device_budget: See `generate`.
+            params: See `generate`.
 
         Raises:
             TypeError: If an argument has a wrong type.
             ValueError: See `generate`.
         """
         check_prompts([], tokenizer)
-        self._source = open_source(source, dtype)
+        self._source = open_source(source, dtype, params)
         self._memory = GenerationMemory(self._source, device_budget)
         self._tokenizer = tokenizer
         self._decoding: ResidentDecoding | StreamedDecoding | None = None
@@ -550,6 +552,7 @@ def generate(
     device_budget: int | str | None = None,
     max_batch: int = 256,
     on_text: Callable[[int, int, str], None] | None = None,
+    params: Literal["trained", "ema"] = "trained",
 ) -> list[Completion]:
     """Continues prompts with a decoder, with a cache for each of its layers.
 
@@ -586,6 +589,7 @@ def generate(
         on_text: A function that is called whenever a text has some new tokens, with the number of
             its prompt, the number of its sample, and the text so far; in the process that writes
             it.
+        params: "ema" for the averages that a run with `ema_decay` keeps of its parameters.
 
     Returns:
         A `Completion` of each sample: all samples of the first prompt, then of the second, and so
@@ -599,7 +603,7 @@ def generate(
             memory.
     """
     given = {"tokenizer": tokenizer, "dtype": dtype, "device_budget": device_budget}
-    with Generator(source, **given) as generator:
+    with Generator(source, **given, params=params) as generator:
         return generator.generate(
             prompts,
             max_tokens=max_tokens,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -106,12 +106,15 @@ class WeightSource:
         return jax.tree.unflatten(part.treedef, self.read(part.leaves))
 
 
-def open_source(given: Any, dtype: Any = None) -> WeightSource:
+def open_source(
+    given: Any, dtype: Any = None, params: Literal["trained", "ema"] = "trained"
+) -> WeightSource:
     """Opens the model that a user has passed.
 
     Args:
         given: See `generate`.
         dtype: See `generate`.
+        params: See `generate`.
 
     Raises:
         TypeError: If it is not such a model.
@@ -123,7 +126,9 @@ def open_source(given: Any, dtype: Any = None) -> WeightSource:
     if isinstance(given, FitResult):
         given = given.trainer
     if isinstance(given, Trainer):
-        return _of_trainer(given, dtype)
+        return _of_trainer(given, dtype, params)
+    if params != "trained":
+        raise ValueError(f"`params`={params!r} needs a trainer as `source`")
     if isinstance(given, Lora) and given.params is None:
         given = given.model
     if isinstance(given, Pretrained | Lora):
@@ -135,8 +140,8 @@ def open_source(given: Any, dtype: Any = None) -> WeightSource:
     raise TypeError(checks.refused("source", _ALLOWED, given))
 
 
-def _of_trainer(trainer: Trainer, dtype: Any) -> WeightSource:
-    copy = trainer.compute_copy()
+def _of_trainer(trainer: Trainer, dtype: Any, params: Literal["trained", "ema"]) -> WeightSource:
+    copy = trainer.compute_copy(params)
     model = policy_of(copy.model)
     if not isinstance(model, Decoder):
         name = type(model).__qualname__
