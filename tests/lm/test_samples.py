@@ -201,8 +201,8 @@ def test_a_decoder_is_asked_once_for_each_temperature(monkeypatch: pytest.Monkey
         compute_copy=lambda params: SimpleNamespace(model=decoder),
     )
     rates = (0.5, 0.0, 0.5)
-    given: dict[str, Any] = {"temperatures": rates, "seed": 7, "stop": [3], "params": "ema"}
-    samples = callbacks.Samples(PROMPTS, num_tokens=5, **given)
+    options: dict[str, Any] = {"temperatures": rates, "seed": 7, "stop": [3], "params": "ema"}
+    samples = callbacks.Samples(PROMPTS, num_tokens=5, **options)
     found = [(s["prompt"], s["temperature"], s["text"]) for s in samples.draw(trainer)]
     assert found == [
         (" ".join(map(str, ids)), rate, f"{ids[0]} {rate} 7") for ids in PROMPTS for rate in rates

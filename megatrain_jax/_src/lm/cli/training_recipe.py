@@ -67,7 +67,8 @@ def run(settings: TrainingSettings, prepare: Callable[[], recipe.Job]) -> int:
         identity = folder.note("identity") or uuid.uuid4().hex
         found = _callbacks(settings, folder, job, identity)
         options = recipe.run_options(settings, job.frozen, job.trainable) | _parts(settings, folder)
-        options |= {"on_nonfinite": settings.on_nonfinite, "ema_decay": settings.ema_decay}
+        options["on_nonfinite"] = settings.on_nonfinite
+        options["ema_decay"] = settings.ema_decay
         plan = _plan(settings, job, options)
         if settings.microbatches == "auto":
             # As the first process's machine has it.
