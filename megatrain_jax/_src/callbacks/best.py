@@ -5,12 +5,18 @@ import re
 import shutil
 from contextlib import suppress
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal
 
 from megatrain_jax import FitResult, StopTraining, Trainer
 from megatrain_jax._src.callbacks.callback import Callback
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.object_paths import (
+    AnyPath,
+    ObjectPath,
+    discard,
+    path_of,
+    workspace_of,
+)
 from megatrain_jax._src.common.outside import parsed_json
 from megatrain_jax._src.common.suggestions import did_you_mean
 
@@ -213,7 +219,8 @@ class KeepBest(Callback):
 
         Args:
             folder: The folder, of this callback alone: not the run's `checkpoint_dir`, but maybe
-                its subfolder "best". The checkpoint is a subfolder named after its step.
+                its subfolder "best"; "gs://bucket/best" is one in an object store. The checkpoint
+                is a subfolder named after its step.
             metric: The name of an evaluation metric in records.
             min_delta: Minimum improvement that counts.
             mode: Whether less is better, "min", or more, "max". "auto" goes by the metric's name:
@@ -224,16 +231,16 @@ class KeepBest(Callback):
             ValueError: If an argument is out of range, the metric is not of evaluations, or `mode`
                 is "auto" and the metric's name doesn't tell.
         """
-        self._folder = Path(checks.path("folder", folder)).expanduser().absolute()
+        self._folder = path_of(checks.path("folder", folder))
         self.own_checkpoints = self._folder
         self._best, self.metric = _Best(metric, mode, min_delta), metric
         if not metric.startswith(_EVAL_PREFIX):
             reason = "without an evaluation, the trainer may be a step ahead of the record"
             raise ValueError(f'`metric`={metric!r} must be of an evaluation, "eval_...": {reason}')
-        self._saving: tuple[Path, Any] | None = None
+        self._saving: tuple[AnyPath, Any] | None = None
 
     @property
-    def path(self) -> Path | None:
+    def path(self) -> AnyPath | None:
         """The newest complete checkpoint; None before the first."""
         steps = self._steps()
         return self._folder / str(steps[-1]) if steps else None
@@ -289,8 +296,9 @@ class KeepBest(Callback):
 
     def _steps(self) -> list[int]:
         """The steps of the existing checkpoints, in order."""
-        found = self._folder.glob(f"*/{_MANIFEST}")
-        return sorted(int(file.parent.name) for file in found if file.parent.name.isdecimal())
+        found = self._folder.iterdir() if self._folder.is_dir() else ()
+        steps = [path for path in found if path.name.isdecimal() and (path / _MANIFEST).is_file()]
+        return sorted(int(path.name) for path in steps)
 
     def _is_of_run(self, step: int) -> bool:
         """Whether a checkpoint has a position of data, as those in a `checkpoint_dir` do."""
@@ -300,5 +308,8 @@ class KeepBest(Callback):
 
     def _remove(self, trainer: Trainer, steps: list[int]) -> None:
         if trainer.processes.is_first:
-            for step in steps:
-                shutil.rmtree(self._folder / str(step))
+            for path in (self._folder / str(step) for step in steps):
+                if isinstance(path, ObjectPath):
+                    discard(path, workspace_of(path), _MANIFEST)
+                else:
+                    shutil.rmtree(path)

@@ -136,8 +136,9 @@ def fit(
             evaluated, even for a finished run that was not.
         eval_params: "ema" to evaluate averages of the parameters, which `ema_decay` keeps.
         checkpoint_dir: Folder of the run's checkpoints, one subfolder per step, each an ordinary
-            Orbax checkpoint. The last step is always saved. On a local or mounted disk; no second
-            run can write there at the same time.
+            Orbax checkpoint. The last step is always saved. On a local or mounted disk, or in an
+            object store, as "gs://bucket/folder" or "s3://bucket/folder"; no second run can write
+            there at the same time.
         checkpoint_every: Save after each multiple of this number of steps. Training continues while
             a checkpoint is written.
         keep: Number of newest checkpoints to keep.

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 from flax import linen, nnx
 from flax.traverse_util import unflatten_dict
 
+from megatrain_jax._src.common.object_paths import AnyPath
 from megatrain_jax._src.common.trees import described, listed, path_name
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.adapt.adapters import AdaptedModel, adapt, adapt_alone, check_model
@@ -21,7 +21,7 @@ from megatrain_jax._src.engine.checkpoint.contents import EMA, PARAMS, VARIABLES
 from megatrain_jax._src.engine.checkpoint.folder import (
     CheckpointError,
     has_manifest,
-    local_path,
+    parsed_path,
     steps,
 )
 from megatrain_jax._src.engine.checkpoint.given_parameters import (
@@ -70,9 +70,9 @@ def load(folder: str | PathLike[str], model: Any = None, *, params: WhichParams 
         (4, 2)
     """
     check_which(params)
-    path = local_path(folder, "folder")
+    path = parsed_path(folder, "folder")
     if found := steps(path):
-        path /= str(found[-1])
+        path = path / str(found[-1])
     every = saved_arrays(path, "folder")
     if params == "ema":
         averages = {(PARAMS, *n[1:]): array for n, array in every.items() if n[0] == EMA}
@@ -109,7 +109,7 @@ def load(folder: str | PathLike[str], model: Any = None, *, params: WhichParams 
     return found
 
 
-def _check_linen(path: Path, module: linen.Module, every: Mapping[TreePath, Any]) -> None:
+def _check_linen(path: AnyPath, module: linen.Module, every: Mapping[TreePath, Any]) -> None:
     """Compares a checkpoint with the arrays that a Linen module creates when called as in training.
 
     Raises:
@@ -130,7 +130,7 @@ def _check_linen(path: Path, module: linen.Module, every: Mapping[TreePath, Any]
 
 
 def _fitted(
-    path: Path, adapted: AdaptedModel, initial: InitialValues, every: Mapping[TreePath, Any]
+    path: AnyPath, adapted: AdaptedModel, initial: InitialValues, every: Mapping[TreePath, Any]
 ) -> InitialValues:
     """A model's initial values with the parameters of a checkpoint, which are not read yet.
 

@@ -5,11 +5,9 @@ Steps are cut and scheduled once per batch shape, then dispatched.
 
 import contextlib
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any, Never
 
 import jax
@@ -18,15 +16,18 @@ import numpy as np
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.activity import doing
 from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.common.object_paths import AnyPath
 from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.adapt.loss_function import Prediction, check_loss, name_of
+from megatrain_jax._src.engine.checkpoint import places
+from megatrain_jax._src.engine.checkpoint.claim import UnownedWorkspace
 from megatrain_jax._src.engine.checkpoint.contents import EMA, EMA_COUNT, coding_of, entries_of
-from megatrain_jax._src.engine.checkpoint.folder import in_all_processes, local_path
+from megatrain_jax._src.engine.checkpoint.folder import in_all_processes, parsed_path
 from megatrain_jax._src.engine.checkpoint.restore import check, load
 from megatrain_jax._src.engine.checkpoint.save import Saving
 from megatrain_jax._src.engine.checkpoint.saved_settings import converted, saved_settings
-from megatrain_jax._src.engine.checkpoint.workspace import UnownedWorkspace, Workspace
+from megatrain_jax._src.engine.checkpoint.workspace import Workspace
 from megatrain_jax._src.engine.history import History, as_json, weighted_means
 from megatrain_jax._src.engine.kernels.steps import as_facts, scaling_of
 from megatrain_jax._src.engine.options.batch_checks import check_batch, check_like, other_arrays
@@ -244,8 +245,8 @@ class RunState:
         Returns:
             The save, to wait for. A second save waits for the first by itself.
         """
-        path = local_path(checks.path("path", path), "path")
-        if workspace is None and os.path.lexists(path):
+        path = parsed_path(path, "path")
+        if workspace is None and places.is_there(path):
             raise FileExistsError(f"there is something at {path} already: choose another `path`")
         self._join_saving()
         self.flush()
@@ -283,17 +284,17 @@ class RunState:
 
     def restore(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Continues from a checkpoint; see `Trainer.restore`."""
-        path = local_path(checks.path("path", path), "path")
-        facts, num_converted = self.start_from(path)
+        folder = parsed_path(path, "path")
+        facts, num_converted = self.start_from(folder)
         if num_converted:
-            warn_user(f"{path} {converted(num_converted)}.")
+            warn_user(f"{folder} {converted(num_converted)}.")
         return facts
 
-    def start_from(self, path: Path) -> tuple[dict[str, Any], int]:
+    def start_from(self, path: AnyPath) -> tuple[dict[str, Any], int]:
         """Restores a checkpoint as `restore` does, without its warning of converted arrays.
 
         Args:
-            path: A folder on a disk, as `local_path` has it.
+            path: A folder, as `parsed_path` has it.
 
         Returns:
             The facts kept beside the arrays, and the number of arrays that were converted.

@@ -95,10 +95,10 @@ def test_every_array_is_verified(there, here, tmp_path, monkeypatch):
     if here != there:
         trainer = stacked(*here)
         trainer.restore(tmp_path / "1")
-    load, read, spoiled, names = orbax.load_arrays, ChunkReader.read, [], []
+    load, read, spoiled, names = ChunkReader.read_whole, ChunkReader.read, [], []
 
-    def spoiling(folder, wanted):
-        found = {path: np.array(array) for path, array in load(folder, wanted).items()}
+    def spoiling(reader, wanted):
+        found = {path: np.array(array) for path, array in load(reader, wanted).items()}
         names.extend((path, 0) for path in found)
         for path in found.keys() & {path for path, _ in spoiled}:
             found[path].reshape(-1).view(np.uint8)[-1] ^= 1
@@ -114,7 +114,7 @@ def test_every_array_is_verified(there, here, tmp_path, monkeypatch):
 
     expected = small.state(trainer)
     with monkeypatch.context() as patch:
-        patch.setattr(orbax, "load_arrays", spoiling)
+        patch.setattr(ChunkReader, "read_whole", spoiling)
         patch.setattr(ChunkReader, "read", spoiling_chunks)
         trainer.restore(tmp_path / "1")
         every = [*dict.fromkeys(names)]
@@ -178,9 +178,9 @@ def test_frozen_parameters_and_other_state_need_not_be_finite(tmp_path):
     state: Any = SimpleNamespace(path=("opt_state", "w"), groups=entry.groups, name="opt_state/w")
     array = np.array([-np.inf, 0], np.float32)
     for of, frozen, finite in ((entry, {1}, True), (entry, {0}, False), (state, {0}, True)):
-        writer = Writer(tmp_path, "c", 0, [of], {}, finite, frozenset(frozen))
+        writer = Writer(tmp_path, tmp_path / "c", 0, [of], {}, finite, frozenset(frozen))
         writer._inspect(of, 0, array)
-    writer = Writer(tmp_path, "c", 0, [entry], {}, True, frozenset({0}))
+    writer = Writer(tmp_path, tmp_path / "c", 0, [entry], {}, True, frozenset({0}))
     with pytest.raises(ValueError, match="params/w is not finite"):
         writer._inspect(entry, 0, array)
 

@@ -19,10 +19,11 @@ import pytest
 import megatrain_jax as mt
 import small
 from inside import count_steps
+from megatrain_jax._src.common.object_paths import UNFINISHED as NAME
 from megatrain_jax._src.engine.checkpoint import folder, manifest, orbax, save
 from megatrain_jax._src.engine.checkpoint import workspace as workspaces
 from megatrain_jax._src.engine.checkpoint.save import Saving
-from megatrain_jax._src.engine.checkpoint.workspace import NAME, Workspace
+from megatrain_jax._src.engine.checkpoint.workspace import Workspace
 from megatrain_jax._src.engine.state.processes import Processes
 from megatrain_jax._src.engine.train.series import RunCheckpoints
 from messages import refuses, warns
@@ -169,10 +170,11 @@ def test_a_folder_that_cannot_be_written_is_noticed_first(tmp_path, monkeypatch)
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from megatrain_jax._src.engine.checkpoint.workspace import NAME, Workspace
+from megatrain_jax._src.common.object_paths import UNFINISHED
+from megatrain_jax._src.engine.checkpoint.workspace import FolderWorkspace
 
 path = Path(sys.argv[1])
-workspace = Workspace(path / NAME, path)
+workspace = FolderWorkspace(path / UNFINISHED, path)
 (workspace.path / "checkpoint").mkdir()
 if os.fork() == 0:  # as a worker that reads data, which outlives its parent
     os.close(1)

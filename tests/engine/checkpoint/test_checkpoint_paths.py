@@ -39,13 +39,11 @@ def test_a_run_in_a_folder_with_brackets_goes_on(tmp_path):
     assert os.listdir(tmp_path / "lr[0.1]*") == ["5"]
 
 
-REFUSED = ("gs://bucket/run", "s3://bucket/run", "file:///tmp/run", "x/gs:/y", "a\\b", "", "a\0b")
+REFUSED = ("gs://", "s3://b/../c", "gs:/b/c", "file:///tmp/run", "x/gs:/y", "a\\b", "", "a\0b")
 
 
 @pytest.mark.parametrize("path", [*REFUSED, "~nobody-of-this-name/run", 5])
-def test_paths_that_are_not_of_a_local_disk_are_refused_by_name(
-    path, trainer, tmp_path, monkeypatch
-):
+def test_paths_that_lead_nowhere_are_refused_by_name(path, trainer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calls = {
         "`checkpoint_dir`": lambda: small.fit(path, 1, data=nothing()),

@@ -185,7 +185,7 @@ FAILURES = {
     "descriptions": (orbax, "_kvstore", OSError(24, "Too many open files")),
     "chunks": (ChunkReader, "read", ValueError("Failed to read: EIO [os_error_code='5']")),
     "memory": (ChunkReader, "read", MemoryError("out of memory")),
-    "threads": (orbax, "load_arrays", RuntimeError("can't start new thread")),
+    "threads": (ChunkReader, "read_whole", RuntimeError("can't start new thread")),
 }
 
 
@@ -225,7 +225,7 @@ def test_a_lack_of_threads_is_not_taken_for_a_folder_without_a_checkpoint(saved,
     def without_threads(*args):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(v1, "metadata", without_threads)
+    monkeypatch.setattr(orbax, "_kvstore", without_threads)
     with refuses(mt.CheckpointError, saved, "can't start new thread"):
         small.trainer(params=saved)
 

@@ -245,7 +245,7 @@ def test_statistics_that_a_checkpoint_lacks_are_named(tmp_path: Path):
 
 def test_a_checkpoint_is_described_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run(MODELS["NNX"], tmp_path)
-    read, calls = orbax.metadata, []
-    monkeypatch.setattr(orbax, "metadata", lambda path: calls.append(path) or read(path))
+    read, calls = orbax.own_metadata, []
+    monkeypatch.setattr(orbax, "own_metadata", lambda path: calls.append(path) or read(path))
     mt.load(tmp_path, Layers())
     assert calls == [tmp_path / "2"]

@@ -16,7 +16,7 @@ import megatrain_jax as mt
 from ending_runs import BATCHES, OPTIMIZERS, STEPS, run
 from megatrain_jax import callbacks
 from megatrain_jax._src.engine.checkpoint import folder
-from megatrain_jax._src.engine.checkpoint.save import Saving
+from megatrain_jax._src.engine.checkpoint.workspace import FolderWorkspace
 from megatrain_jax._src.engine.runtime.interrupt import Signals, deferred_interrupt
 from megatrain_jax._src.engine.train import run as training_run
 from messages import tells
@@ -27,23 +27,24 @@ pytestmark = pytest.mark.usefixtures("started_once")
 
 def during_the_save(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     """Sends signals, each once the one before was received, when only the name is missing."""
-    publish, receive, received = Saving._publish, Signals._receive, threading.Semaphore(0)
+    publish, receive = FolderWorkspace.publish, Signals._receive
+    received = threading.Semaphore(0)
 
     def counted(*args: Any) -> None:
         received.release()
         receive(*args)
 
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any, **options: Any) -> None:
         while received.acquire(blocking=False):
             pass
         for number in numbers:
             # To this thread: the main one has to notice it without being woken.
             signal.pthread_kill(threading.get_ident(), number)
             assert received.acquire(timeout=60)
-        publish(*args)
+        publish(*args, **options)
 
     monkeypatch.setattr(Signals, "_receive", counted)
-    monkeypatch.setattr(Saving, "_publish", interrupted)
+    monkeypatch.setattr(FolderWorkspace, "publish", interrupted)
 
 
 @pytest.mark.by_default("2-2", "2-15", "15-None", "15-2", "15-15")

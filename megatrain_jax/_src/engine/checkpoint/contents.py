@@ -43,7 +43,6 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -52,6 +51,7 @@ import numpy as np
 import xxhash
 
 from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.common.object_paths import AnyPath
 from megatrain_jax._src.engine.checkpoint.chunks import Grid, grid_of
 from megatrain_jax._src.engine.checkpoint.folder import CheckpointError
 from megatrain_jax._src.engine.program.layers.sliced_values import (
@@ -536,7 +536,7 @@ def as_facts(grid: Grid, found: Mapping[int, str]) -> dict[str, Any]:
 class Checksums:
     """The checksums of a checkpoint's arrays."""
 
-    def __init__(self, folder: Path, known: Mapping[str, Any] | None):
+    def __init__(self, folder: AnyPath, known: Mapping[str, Any] | None):
         """Reads the checksums of the manifest.
 
         Args:

@@ -1,16 +1,20 @@
-"""Checkpoint folders: valid paths, the steps in a folder, and errors of reading."""
+"""Checkpoint folders, on disks or in object stores: valid paths, the steps in one, and errors."""
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from megatrain_jax._src.common.object_paths import AnyPath, ObjectPath, path_of
+from megatrain_jax._src.engine.checkpoint import places
 from megatrain_jax._src.engine.state.processes import Processes
 
 MANIFEST = "megatrain.json"
-# Orbax and TensorStore treat these as remote storage, even inside a path.
+# Orbax and TensorStore treat these as remote storage, even inside a path; also what `pathlib` makes
+# of a URL.
 _URL = re.compile(r"(^|/)[A-Za-z][A-Za-z0-9+.-]+:(/|$)")
 # Names that Orbax uses for unfinished checkpoints.
 _UNFINISHED = (".orbax-checkpoint-tmp", ".partial_save")
@@ -44,7 +48,12 @@ _NAMES = [kind.__name__ for kind in _BY_WEIGHT]
 _MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError
 # Parts of messages about failures of the machine: from Python if it can't start a thread, and from
 # TensorStore.
-_OF_MACHINE = "can't start new thread", "os_error_code=", "RESOURCE_EXHAUSTED"
+_OF_MACHINE = (
+    *("can't start new thread", "os_error_code=", "RESOURCE_EXHAUSTED"),
+    # An object store that gave no answer, or not to this user.
+    *("ABORTED: ", "UNAVAILABLE: ", "DEADLINE_EXCEEDED: ", "PERMISSION_DENIED: "),
+    "UNAUTHENTICATED: ",
+)
 
 
 def read_error(message: str, error: BaseException) -> CheckpointError:
@@ -65,34 +74,50 @@ def read_error(message: str, error: BaseException) -> CheckpointError:
     return CheckpointError(message)
 
 
-def local_path(path: str | PathLike[str], argument: str) -> Path:
+def parsed_path(path: str | PathLike[str], argument: str) -> AnyPath:
     """The absolute path of a checkpoint or a folder of them, ``~`` expanded.
 
     Args:
-        path: The user's path.
+        path: The user's path, or the URL of an object store.
         argument: The name of the user's argument.
 
     Raises:
         TypeError: If it is not a path.
         ValueError: If Orbax could not read its own files there.
     """
+    if isinstance(path, ObjectPath):
+        return path
     text = os.fspath(path) if isinstance(path, str | PathLike) else path
     if not isinstance(text, str):
         raise TypeError(f"`{argument}` must be a path, but is of type {type(path).__name__}")
     named = f"`{argument}`={text!r}"
     if not text or "\0" in text:
         raise ValueError(f"{named} is no path")
-    if _URL.search(text):
-        raise ValueError(f"{named} is a URL: checkpoints are on local or mounted disks only")
     if "\\" in text:
         raise ValueError(f"{named} has a backslash in it, which Orbax takes for a slash")
     try:
-        found = Path(text).expanduser().absolute()
+        found = path_of(text)
+    except ValueError as error:
+        raise ValueError(f"`{argument}`={error}") from None
     except RuntimeError as error:
         raise ValueError(f"{named} names a home folder that is not known: {error}") from None
+    if isinstance(found, Path) and _URL.search(text):
+        raise ValueError(
+            f"{named} is a URL, or was one: checkpoints are on local or mounted disks, or in "
+            "object stores, given as a string such as 'gs://bucket/folder' or 's3://bucket/folder'"
+        )
     if any(part in found.name for part in _UNFINISHED):
         raise ValueError(f"{named} is a name that Orbax keeps for unfinished checkpoints")
     return found
+
+
+@contextmanager
+def reading_folder(folder: AnyPath) -> Iterator[None]:
+    """Raises system errors as those of the user's argument."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"`checkpoint_dir`={folder} can't be read: {error}") from error
 
 
 def in_first_process(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
@@ -149,17 +174,17 @@ def in_all_processes(processes: Processes, where: str, action: Callable[[], Any]
     raise kind(f"process {first}: {text}") from error
 
 
-def numbered(folder: Path) -> list[int]:
+def numbered(folder: AnyPath) -> list[int]:
     """The numbers that are names of files and subfolders in a folder, as steps are; ascending."""
-    names = os.listdir(folder) if folder.is_dir() else []
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
-def has_manifest(path: Path) -> bool:
+def has_manifest(path: AnyPath) -> bool:
     """Whether a path is a checkpoint that this library has finished writing."""
-    return os.path.isfile(path / MANIFEST)
+    return places.is_file(path / MANIFEST)
 
 
-def steps(folder: Path) -> list[int]:
+def steps(folder: AnyPath) -> list[int]:
     """The steps of the checkpoints in a folder, ascending."""
     return [step for step in numbered(folder) if has_manifest(folder / str(step))]

@@ -8,15 +8,17 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from megatrain_jax._src.common.object_paths import AnyPath
 from megatrain_jax._src.common.trees import described, listed, module_path, path_name
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.adapt.adapters import AdaptedModel, flatten
@@ -35,23 +37,23 @@ from megatrain_jax._src.engine.checkpoint.folder import (
     CheckpointError,
     UnreadError,
     has_manifest,
-    local_path,
+    parsed_path,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedArray:
-    """An array of a checkpoint on disk, which NumPy loads through `__array__`.
+    """An array of a checkpoint, which NumPy loads through `__array__`.
 
     Attributes:
-        folder: The checkpoint's folder.
+        read: Function that reads arrays of the checkpoint by their paths.
         path: The array's path in the checkpoint.
         shape: The array's shape.
         dtype: The array's dtype.
         checksums: Checksums of the checkpoint's arrays.
     """
 
-    folder: Path
+    read: Callable[[Mapping[TreePath, Any]], Mapping[TreePath, np.ndarray]]
     path: TreePath
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -64,15 +66,14 @@ class SavedArray:
             CheckpointError: If its checksum does not match.
         """
         # Loaded one by one on demand, so that the whole model is never in memory.
-        with orbax.context():
-            (array,) = orbax.load_arrays(self.folder, {self.path: self}).values()
+        (array,) = self.read({self.path: self}).values()
         self.checksums.verify(self.path, array)
         return array if dtype is None else array.astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedCodes:
-    """An array stored as codes in a checkpoint on disk, which NumPy loads through `__array__`.
+    """An array stored as codes in a checkpoint, which NumPy loads through `__array__`.
 
     Attributes:
         parts: Its codes and their scales, in the order of `part_names`.
@@ -115,7 +116,7 @@ def saved_arrays(
         CheckpointError: If there is no checkpoint that Orbax can read, or it is a damaged one of
             this library.
     """
-    where = local_path(folder, argument)
+    where = parsed_path(folder, argument)
     if not where.is_dir():
         raise CheckpointError(f"`{argument}`: there is no folder {where}")
     if not has_manifest(where) and (found := _checkpoints_in(where)):
@@ -131,17 +132,25 @@ def saved_arrays(
             "can read."
         )
     # Without a manifest, another program wrote the checkpoint: there are no checksums to compare.
-    facts = manifest.facts_of(where) if has_manifest(where) else {}
+    is_own = has_manifest(where)
+    if not is_own and not isinstance(where, Path):
+        raise CheckpointError(
+            f"`{argument}`={where} is no checkpoint of megatrain_jax: those of other programs are "
+            "read from disks only, so copy it to one"
+        )
+    facts = manifest.facts_of(where) if is_own else {}
+    other = cast(Path, where)
+    read = orbax.ChunkReader(where).read_whole if is_own else partial(orbax.load_arrays, other)
     checksums = Checksums(where, facts.get("arrays"))
     arrays = {
         path: SavedArray(
-            folder=where,
+            read=read,
             path=path,
             shape=tuple(found.shape),
             dtype=jnp.dtype(found.dtype),
             checksums=checksums,
         )
-        for path, found in _metadata(where, argument).items()
+        for path, found in _metadata(where, argument, is_own).items()
         if hasattr(found, "shape")  # Python numbers have no shape
     }
     # A parameter may be named "codes" too: only codes listed in the manifest are codes.
@@ -157,7 +166,7 @@ def saved_arrays(
     }
 
 
-def _checkpoints_in(folder: Path) -> list[Path]:
+def _checkpoints_in(folder: AnyPath) -> list[AnyPath]:
     """The checkpoints of a run in a folder, also of another program's run, by their numbers."""
     if orbax.is_described(folder):
         return []
@@ -175,10 +184,10 @@ def _checkpoints_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(rows)]
 
 
-def _metadata(folder: Path, argument: str) -> dict[TreePath, Any]:
+def _metadata(folder: AnyPath, argument: str, is_own: bool) -> Mapping[TreePath, Any]:
     """The shapes and dtypes of a checkpoint's arrays; errors name the user's argument."""
     try:
-        return orbax.metadata(folder)
+        return orbax.own_metadata(folder) if is_own else orbax.metadata(cast(Path, folder))
     except UnreadError:
         raise
     except CheckpointError as error:

@@ -4,14 +4,14 @@ It is written last and has a checksum of itself. Its contents are checked before
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from megatrain_jax._src.common.outside import check_regular, parsed_json
+from megatrain_jax._src.common.object_paths import AnyPath
+from megatrain_jax._src.common.outside import parsed_json
+from megatrain_jax._src.engine.checkpoint import places
 from megatrain_jax._src.engine.checkpoint.folder import (
     MANIFEST,
     CheckpointError,
@@ -25,7 +25,7 @@ _FORMAT = 3
 _MOST_LEVELS = 500
 
 
-def write(path: Path, facts: Mapping[str, Any]) -> None:
+def write(path: AnyPath, facts: Mapping[str, Any]) -> None:
     """Writes the manifest of a checkpoint that Orbax has finished.
 
     Args:
@@ -38,7 +38,7 @@ def write(path: Path, facts: Mapping[str, Any]) -> None:
     (path / MANIFEST).write_text(text, encoding="utf-8")
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: AnyPath) -> dict[str, Any]:
     """Reads a checkpoint's manifest.
 
     Raises:
@@ -46,9 +46,8 @@ def read(path: Path) -> dict[str, Any]:
             the number of another format.
     """
     try:
-        check_regular(path / MANIFEST)
         # The position of a pipeline may be nested as deeply as the pipeline is long.
-        facts = parsed_json((path / MANIFEST).read_bytes(), levels=_MOST_LEVELS)
+        facts = parsed_json(places.read_file(path / MANIFEST), levels=_MOST_LEVELS)
     except (OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             raise CheckpointError(_missing(path)) from error
@@ -75,7 +74,7 @@ def read(path: Path) -> dict[str, Any]:
     return facts
 
 
-def facts_of(path: Path) -> dict[str, Any]:
+def facts_of(path: AnyPath) -> dict[str, Any]:
     """Reads the facts saved beside a checkpoint's arrays, after checking its files.
 
     Raises:
@@ -88,7 +87,12 @@ def facts_of(path: Path) -> dict[str, Any]:
         sizes = _sizes(path)
     except OSError as error:
         raise read_error(f"{path} can't be read ({error})", error) from error
-    wrong = [name for name, size in files.items() if sizes.get(name) != size]
+    # An object store has objects whole or not at all, and TensorStore doesn't tell their sizes.
+    wrong = [
+        name
+        for name, size in files.items()
+        if name not in sizes or None not in (size, sizes[name]) and size != sizes[name]
+    ]
     if wrong:
         raise CheckpointError(
             f"{path} is damaged: {len(wrong)} of its {len(files)} files are missing or have "
@@ -98,25 +102,18 @@ def facts_of(path: Path) -> dict[str, Any]:
     return facts
 
 
-def unknown_names(path: Path) -> list[str]:
+def unknown_names(path: AnyPath) -> list[str]:
     """The files in a checkpoint's folder that its manifest doesn't list, and symbolic links.
 
     Raises:
         CheckpointError: If it is not a checkpoint of this library.
     """
     known = {MANIFEST, *read(path)["files"]}
-    found = []
-    for folder, folders, files in os.walk(path):
-        names = [*files, *(name for name in folders if os.path.islink(os.path.join(folder, name)))]
-        for entry in (Path(folder, name) for name in names):
-            if entry.is_symlink() or str(entry.relative_to(path)) not in known:
-                found.append(str(entry.relative_to(path)))
-    return found
+    return [name for name, is_link in places.names(path) if is_link or name not in known]
 
 
-def _sizes(path: Path) -> dict[str, int]:
-    files = sorted(p for p in path.rglob("*") if p.is_file() and p.name != MANIFEST)
-    return {str(p.relative_to(path)): p.stat().st_size for p in files}
+def _sizes(path: AnyPath) -> dict[str, int | None]:
+    return {name: size for name, size in places.sizes(path).items() if name != MANIFEST}
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:
@@ -124,7 +121,7 @@ def _checksum(facts: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
 
 
-def _missing(path: Path) -> str:
+def _missing(path: AnyPath) -> str:
     """The error of a path without a manifest."""
     if path.is_dir() and (saved := steps(path)):
         one = path / str(saved[-1])
@@ -141,7 +138,7 @@ def _missing(path: Path) -> str:
     )
 
 
-def _unreadable(path: Path, why: str) -> CheckpointError:
+def _unreadable(path: AnyPath, why: str) -> CheckpointError:
     return CheckpointError(f"{path} is no whole checkpoint of megatrain_jax: {why}")
 
 
@@ -193,7 +190,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "parts": lambda value: _is_numbers(value) and value.keys() == {"microbatches", "waves"},
     "params_only": lambda value: isinstance(value, bool),
     "history": _each(list, lambda row: isinstance(row, dict)),
-    "files": _is_numbers,
+    "files": _each(dict, lambda size: size is None or _is_count(size)),
     "arrays": _each(dict, _is_chunked),
     "coded": _each(dict, _is_coding),
     "made_of": _is_settings,

@@ -5,7 +5,6 @@ everything that is in host memory. So each process writes its own chunks to the 
 that Orbax would use, and the first process merges and describes them as Orbax does.
 """
 
-import asyncio
 import glob
 import json
 import os
@@ -20,8 +19,10 @@ import numpy as np
 import tensorstore as ts
 from orbax.checkpoint import type_handlers, v1
 
+from megatrain_jax._src.common.object_paths import AnyPath, shared_context
 from megatrain_jax._src.common.outside import parsed_json
 from megatrain_jax._src.common.trees import described, listed
+from megatrain_jax._src.engine.checkpoint import places
 from megatrain_jax._src.engine.checkpoint.chunks import MOST_BYTES, Cell, Grid
 from megatrain_jax._src.engine.checkpoint.contents import ArrayEntry, TreePath, flat, put
 from megatrain_jax._src.engine.checkpoint.folder import (
@@ -36,7 +37,7 @@ from megatrain_jax._src.engine.checkpoint.folder import (
 _CONCURRENT_BYTES = 512 << 20
 # Orbax's names: the folder of a checkpoint's arrays, each process's subfolder, and the files that
 # describe them.
-_ARRAYS, _OF_PROCESS = "state", "ocdbt.process_{}"
+_ARRAYS, _OF_PROCESS = "state", "ocdbt.process_"
 _DESCRIPTION, _TREE, _MARK = "_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint"
 _HANDLER = (
     "orbax.checkpoint.experimental.v1._src.handlers.stateful_checkpointable_handler."
@@ -45,6 +46,16 @@ _HANDLER = (
 # Arrays and descriptions that have been read are not checked again.
 _NO_RECHECK = {"recheck_cached_data": False, "recheck_cached_metadata": False}
 _DICT_KEY = 2  # Orbax's number for dict keys
+# How TensorStore's database is written.
+_WRITING = {
+    "target_data_file_size": MOST_BYTES,
+    "assume_config": True,
+    "config": {
+        "max_inline_value_bytes": 1024,
+        "max_decoded_node_bytes": 100_000_000,
+        "manifest_kind": "single",
+    },
+}
 
 
 def context() -> v1.Context:
@@ -63,8 +74,14 @@ def context() -> v1.Context:
 # grow by some KiB for each array of each checkpoint.
 
 
+def stores() -> ts.Context:
+    """TensorStore's resources for reading or writing one checkpoint, as Orbax would have them."""
+    own = type_handlers.get_ts_context(use_ocdbt=True)
+    return ts.Context(own.spec, parent=shared_context())
+
+
 def write_spec(
-    folder: Path, process: int, path: TreePath, grid: Grid, dtype: str
+    folder: AnyPath, process: int, path: TreePath, grid: Grid, dtype: str
 ) -> dict[str, Any]:
     """TensorStore's description of an array for writing chunks.
 
@@ -78,15 +95,7 @@ def write_spec(
         grid: The array's chunks.
         dtype: Name of its dtype.
     """
-    kvstore = _kvstore(folder_of(folder, process), path) | {
-        "target_data_file_size": MOST_BYTES,
-        "assume_config": True,
-        "config": {
-            "max_inline_value_bytes": 1024,
-            "max_decoded_node_bytes": 100_000_000,
-            "manifest_kind": "single",
-        },
-    }
+    kvstore = _kvstore(folder_of(folder, process), path) | _WRITING
     chunk = {"chunk_shape": list(grid.chunk)}
     plain = {"name": "bytes", "configuration": {"endian": "little"}}
     codec = {
@@ -108,7 +117,7 @@ def write_spec(
     }
 
 
-def read_spec(folder: Path, path: TreePath) -> dict[str, Any]:
+def read_spec(folder: AnyPath, path: TreePath) -> dict[str, Any]:
     """TensorStore's description of a checkpoint's array whose chunks are in the manifest."""
     kvstore = _kvstore(folder / _ARRAYS, path)
     return {
@@ -119,34 +128,28 @@ def read_spec(folder: Path, path: TreePath) -> dict[str, Any]:
     }
 
 
-def _kvstore(folder: Path, path: TreePath = ()) -> dict[str, Any]:
+def _kvstore(folder: AnyPath, path: TreePath = ()) -> dict[str, Any]:
     """TensorStore's description of the files that hold all arrays, or one array."""
-    # Only the manifest must be replaced atomically: Orbax's data files are written once.
     return {
         "driver": "ocdbt",
-        "base": {
-            "driver": "file",
-            "path": f"{folder}/",
-            "file_io_locking": {"mode": "non_atomic"},
-        },
-        "manifest": {"driver": "file", "path": f"{folder}/"},
+        **places.files_of_database(folder),
         "path": ".".join(path),
         "cache_pool": "cache_pool#ocdbt",  # defined in the context that Orbax makes
     }
 
 
-def folder_of(folder: Path, process: int) -> Path:
+def folder_of(folder: AnyPath, process: int) -> AnyPath:
     """The subfolder of a checkpoint that a process writes to."""
-    return folder / _ARRAYS / _OF_PROCESS.format(process)
+    return folder / _ARRAYS / f"{_OF_PROCESS}{process}"
 
 
-def candidates(path: Path) -> list[int]:
+def candidates(path: AnyPath) -> list[int]:
     """The steps of checkpoints, and of folders that only lack a manifest; ascending."""
     found = ((number, path / str(number)) for number in numbered(path))
     return [n for n, at in found if has_manifest(at) or has_our_arrays(at)]
 
 
-def has_our_arrays(folder: Path) -> bool:
+def has_our_arrays(folder: AnyPath) -> bool:
     """Whether a folder has arrays where this library writes them, and Orbax itself doesn't."""
     try:
         about = parsed_json((folder / _DESCRIPTION).read_bytes())
@@ -155,22 +158,26 @@ def has_our_arrays(folder: Path) -> bool:
         return False
 
 
-def is_described(folder: Path) -> bool:
+def is_described(folder: AnyPath) -> bool:
     """Whether a folder has one of Orbax's descriptions of arrays."""
     return any((folder / file).is_file() for file in (_DESCRIPTION, _TREE))
 
 
-def join(folder: Path, paths: Iterable[TreePath]) -> None:
+def join(folder: AnyPath, paths: Iterable[TreePath]) -> None:
     """Merges the files of all processes to an Orbax checkpoint.
 
     Args:
         folder: The checkpoint's folder.
         paths: Paths of its arrays.
     """
-    with plain_path(folder) as plain:
-        arrays: Any = plain / _ARRAYS
-        stores = type_handlers.get_ts_context(use_ocdbt=True)
-        asyncio.run(type_handlers.merge_ocdbt_per_process_files(arrays, stores, use_zarr3=True))
+    arrays, context = folder / _ARRAYS, stores()
+    whole = ts.KvStore.open(_kvstore(arrays) | _WRITING, context=context).result()
+    transaction = ts.Transaction(atomic=True)
+    for part in arrays.iterdir():
+        if part.name.startswith(_OF_PROCESS):
+            own = ts.KvStore.open(_kvstore(part), context=context).result()
+            own.experimental_copy_range_to(whole.with_transaction(transaction)).result()
+    transaction.commit_async().result()
     # Exactly the files that Orbax's own `save` would write, because it reads them too.
     leaf = {"value_type": "np.ndarray", "skip_deserialize": False}
     tree = {
@@ -210,7 +217,7 @@ def plain_path(folder: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def own_metadata(folder: Path) -> dict[TreePath, jax.ShapeDtypeStruct]:
+def own_metadata(folder: AnyPath) -> dict[TreePath, jax.ShapeDtypeStruct]:
     """The shapes and dtypes of the arrays in a checkpoint of this library, by path.
 
     Reads the files that describe the arrays; `metadata` would leak memory.
@@ -223,8 +230,7 @@ def own_metadata(folder: Path) -> dict[TreePath, jax.ShapeDtypeStruct]:
         rows = about["tree_metadata"].values()
         paths = [tuple(key["key"] for key in row["key_metadata"]) for row in rows]
         file, dtype = ("zarr.json", "data_type") if about["use_zarr3"] else (".zarray", "dtype")
-        context = type_handlers.get_ts_context(use_ocdbt=True)
-        store = ts.KvStore.open(_kvstore(folder / _ARRAYS), context=context).result()
+        store = ts.KvStore.open(_kvstore(folder / _ARRAYS), context=stores()).result()
         coming = {path: store.read(f"{'.'.join(path)}/{file}") for path in paths}
         texts = {path: read.result().value for path, read in coming.items()}
         # An array without its description is missing, whatever the tree says.
@@ -263,7 +269,7 @@ def metadata(folder: Path) -> dict[TreePath, Any]:
 
 
 def load_arrays(folder: Path, arrays: Mapping[TreePath, Any]) -> dict[TreePath, np.ndarray]:
-    """Loads arrays as NumPy arrays, in `context`.
+    """Loads arrays of any Orbax checkpoint as NumPy arrays.
 
     Args:
         folder: The checkpoint's folder.
@@ -275,12 +281,12 @@ def load_arrays(folder: Path, arrays: Mapping[TreePath, Any]) -> dict[TreePath, 
         put(tree, path, np.broadcast_to(np.zeros((), jnp.dtype(array.dtype)), array.shape))
     if not tree:
         return {}
-    with plain_path(folder) as path:
+    with context(), plain_path(folder) as path:
         return flat(v1.load(str(path), tree))
 
 
 def check_arrays(
-    folder: Path,
+    folder: AnyPath,
     found: Mapping[TreePath, jax.ShapeDtypeStruct],
     entries: Sequence[ArrayEntry],
     what: str,
@@ -320,16 +326,16 @@ def check_arrays(
 
 
 class ChunkReader:
-    """Reads chunks of a checkpoint's arrays."""
+    """Reads the arrays of a checkpoint of this library, in chunks or whole."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: AnyPath):
         """Makes a reader of a checkpoint with chunks in its manifest; opens nothing yet.
 
         Args:
             folder: The checkpoint's folder.
         """
         self._folder = folder
-        self._stores = type_handlers.get_ts_context(use_ocdbt=True)
+        self._stores = stores()
         self._arrays: dict[TreePath, Any] = {}
 
     def read(self, wanted: Sequence[tuple[ArrayEntry, Cell]]) -> list[np.ndarray]:
@@ -338,10 +344,19 @@ class ChunkReader:
         Args:
             wanted: Entries of the arrays, with a chunk of each.
         """
-        new = {entry.path for entry, _ in wanted} - self._arrays.keys()
+        self._open({entry.path for entry, _ in wanted})
+        coming = [self._arrays[entry.path][cell.box].read() for entry, cell in wanted]
+        return [np.ascontiguousarray(chunk.result()).reshape(-1) for chunk in coming]
+
+    def read_whole(self, paths: Collection[TreePath]) -> dict[TreePath, np.ndarray]:
+        """Reads whole arrays in parallel, by path."""
+        self._open(paths)
+        coming = {path: self._arrays[path].read() for path in paths}
+        return {path: np.asarray(array.result()) for path, array in coming.items()}
+
+    def _open(self, paths: Collection[TreePath]) -> None:
         # All are opened, then all read: TensorStore works in parallel within each phase.
+        new = [path for path in paths if path not in self._arrays]
         specs = {path: ts.Spec(read_spec(self._folder, path)) for path in new}
         opening = {path: ts.open(spec, context=self._stores) for path, spec in specs.items()}
         self._arrays |= {path: opened.result() for path, opened in opening.items()}
-        coming = [self._arrays[entry.path][cell.box].read() for entry, cell in wanted]
-        return [np.ascontiguousarray(chunk.result()).reshape(-1) for chunk in coming]

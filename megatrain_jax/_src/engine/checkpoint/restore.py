@@ -31,7 +31,6 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,6 +39,7 @@ import numpy as np
 
 from megatrain_jax._src.common.activity import progressed
 from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.common.object_paths import AnyPath
 from megatrain_jax._src.engine.checkpoint import manifest, orbax
 from megatrain_jax._src.engine.checkpoint.chunks import Cell
 from megatrain_jax._src.engine.checkpoint.contents import (
@@ -80,7 +80,7 @@ from megatrain_jax._src.engine.state.layout import Layout
 
 
 def check(
-    path: Path, spec: RunSpec, entries: Sequence[ArrayEntry]
+    path: AnyPath, spec: RunSpec, entries: Sequence[ArrayEntry]
 ) -> tuple[dict[str, Any], dict[TreePath, ConvertedArray]]:
     """Checks that a checkpoint is complete and belongs to this model and optimizer.
 
@@ -108,7 +108,7 @@ def check(
 
 
 def load(
-    path: Path,
+    path: AnyPath,
     known: Mapping[str, Any],
     spec: RunSpec,
     store: Store,
@@ -194,7 +194,7 @@ class _Loading:
 
     def fill(self, done: Callable[[], object]) -> None:
         """Reads all arrays, beginning with stacked ones to convert."""
-        with orbax.context(), ThreadPoolExecutor(1) as reader:
+        with ThreadPoolExecutor(1) as reader:
             self._read_stacked()
             slabs = _slabs(self.spec)
             coming = reader.submit(self._read, slabs[0])
@@ -241,13 +241,12 @@ class _Loading:
         rows = self.chunks.read([(entry, cell) for _, entry, cell in wanted])
         for (part, _, cell), chunk in zip(wanted, rows, strict=True):
             found[part].append((cell.start, chunk))
-        with orbax.context():  # Orbax's options are per thread
-            for i, place in enumerate(slab.places):
-                # Encoded as in an update, but rounded to nearest: nothing accumulates here.
-                if place in self.other_at and (place, 0) not in self.slices:
-                    leaf = self._converted(self.other_at[place][1])
-                    for p, part in enumerate(encoded(slab.layout, leaf, i)):
-                        found[place, p] = [(0, part.reshape(-1))]
+        for i, place in enumerate(slab.places):
+            # Encoded as in an update, but rounded to nearest: nothing accumulates here.
+            if place in self.other_at and (place, 0) not in self.slices:
+                leaf = self._converted(self.other_at[place][1])
+                for p, part in enumerate(encoded(slab.layout, leaf, i)):
+                    found[place, p] = [(0, part.reshape(-1))]
         return found
 
     def _cells(self, entry: ArrayEntry, index: Index) -> Iterator[Cell]:
@@ -338,7 +337,7 @@ class _Loading:
         set_small_arrays(self.store, arrays)
 
     def _load(self, entries: Iterable[ArrayEntry]) -> dict[TreePath, np.ndarray]:
-        return orbax.load_arrays(self.path, {entry.path: entry for entry in entries})
+        return self.chunks.read_whole([entry.path for entry in entries])
 
 
 def _slabs(spec: RunSpec) -> list[_Slab]:
@@ -365,7 +364,7 @@ def _parts(slab: _Slab) -> Iterator[tuple[int, int, _PartOf]]:
             yield i, p, (place, p)
 
 
-def likely_cause(folder: Path, unequal: Collection[TreePath], only_dtypes: bool) -> str:
+def likely_cause(folder: AnyPath, unequal: Collection[TreePath], only_dtypes: bool) -> str:
     """Sentences on the argument that probably differs from the run that saved a checkpoint.
 
     Args:

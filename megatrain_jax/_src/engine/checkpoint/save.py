@@ -12,7 +12,7 @@ exchange whether they are done; when all are, the first process makes a checkpoi
     settle() before step 8: no, yes             settle() before step 8: no, yes
     done
     settle() before step 9: yes, yes            settle() before step 9: yes, yes
-    joins, describes, syncs, renames            continues
+    joins, describes, publishes                 continues
     wait(): how did it end?                     wait(): how did it end?
 
 A process writes the chunks of arrays on its devices.
@@ -28,29 +28,32 @@ Example: entry 12 of a checkpoint, a bias with 5 elements in one chunk, over two
 """
 
 import errno
+import io
 import json
 import math
 import os
-import shutil
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
-from orbax.checkpoint import type_handlers
 
 from megatrain_jax._src.common.activity import progressed
 from megatrain_jax._src.common.keys import LASTING
+from megatrain_jax._src.common.object_paths import AnyPath, workspace_of
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.common.unfinished import sync, sync_tree
-from megatrain_jax._src.engine.checkpoint import manifest, orbax
+from megatrain_jax._src.engine.checkpoint import manifest, orbax, places
 from megatrain_jax._src.engine.checkpoint.chunks import Cell, Grid
+from megatrain_jax._src.engine.checkpoint.claim import (
+    UnownedWorkspace,
+    claim_workspace,
+    written_at,
+)
 from megatrain_jax._src.engine.checkpoint.contents import (
     PARAMS,
     ArrayEntry,
@@ -64,12 +67,7 @@ from megatrain_jax._src.engine.checkpoint.contents import (
     slice_readers,
 )
 from megatrain_jax._src.engine.checkpoint.folder import CheckpointError
-from megatrain_jax._src.engine.checkpoint.workspace import (
-    NAME,
-    UnownedWorkspace,
-    Workspace,
-    claim_workspace,
-)
+from megatrain_jax._src.engine.checkpoint.workspace import Workspace
 from megatrain_jax._src.engine.runtime.interrupt import SECONDS_AT_A_TIME, deferred_interrupt
 from megatrain_jax._src.engine.runtime.store import Store
 from megatrain_jax._src.engine.schedule.instructions import Op
@@ -86,8 +84,8 @@ class Writer:
 
     def __init__(
         self,
-        workspace: Path,
-        name: str,
+        workspace: AnyPath,
+        folder: AnyPath,
         process: int,
         entries: Sequence[ArrayEntry],
         grids: Mapping[TreePath, Grid],
@@ -98,18 +96,18 @@ class Writer:
 
         Args:
             workspace: The workspace's folder.
-            name: Name of the unfinished checkpoint in it.
+            folder: The folder of the unfinished checkpoint.
             process: Number of this process.
             entries: Entries of the checkpoint's arrays.
             grids: The chunks of each array.
             finite: Whether trained parameters must be finite.
             frozen: Numbers of the groups that are not trained.
         """
-        self._workspace, self._name, self._process = workspace, name, process
+        self._workspace, self._folder, self._process = workspace, folder, process
         self._entries, self._grids = entries, grids
         self._numbers = {entry.path: n for n, entry in enumerate(entries)}
         self._finite, self._frozen = finite, frozen
-        self._stores = type_handlers.get_ts_context(use_ocdbt=True)
+        self._stores = orbax.stores()
         self._arrays: dict[TreePath, Any] = {}
         self._pieces: dict[str, np.ndarray] = {}
         self._sums: dict[TreePath, dict[int, str]] = defaultdict(dict)
@@ -130,14 +128,15 @@ class Writer:
     def finish(self) -> None:
         """Syncs everything written to disk, and leaves the files that the first process needs."""
         pieces, sums = self._file(_PIECES, self._process), self._file(_CHECKSUMS, self._process)
-        with pieces.open("wb") as file:
-            np.savez(file, allow_pickle=False, **self._pieces)  # pyright: ignore[reportArgumentType]
+        file = io.BytesIO()
+        np.savez(file, allow_pickle=False, **self._pieces)  # pyright: ignore[reportArgumentType]
+        pieces.write_bytes(file.getvalue())
         by_pointer = {pointer(path): found for path, found in self._sums.items()}
         sums.write_text(json.dumps(by_pointer), encoding="utf-8")
         # A process has written no file if it shares all of its chunks.
-        own = orbax.folder_of(self._workspace / self._name, self._process)
+        own = orbax.folder_of(self._folder, self._process)
         if own.exists():
-            sync_tree(own)
+            places.sync_tree(own)
 
     def join(self, num_processes: int) -> dict[str, Any]:
         """Merges the parts of all processes to one checkpoint; runs in the first process.
@@ -148,7 +147,8 @@ class Writer:
         found = {pointer(entry.path): {} for entry in self._entries}
         parts: dict[str, list[Run]] = defaultdict(list)
         for process in range(num_processes):
-            with np.load(self._file(_PIECES, process), allow_pickle=False) as file:
+            pieces = io.BytesIO(self._file(_PIECES, process).read_bytes())
+            with np.load(pieces, allow_pickle=False) as file:
                 for key in file.files:
                     chunk, start = key.rsplit("-", 1)
                     parts[chunk].append((int(start), file[key]))
@@ -163,7 +163,7 @@ class Writer:
         self._write([self._put_together(key, rows) for key, rows in parts.items()])
         for path, sums in self._sums.items():
             found[pointer(path)] |= sums
-        orbax.join(self._workspace / self._name, [entry.path for entry in self._entries])
+        orbax.join(self._folder, [entry.path for entry in self._entries])
         return {
             pointer(e.path): as_facts(self._grids[e.path], found[pointer(e.path)])
             for e in self._entries
@@ -175,7 +175,7 @@ class Writer:
         for entry, _, _ in chunks:
             if entry.path not in self._arrays and entry.path not in opening:
                 args = self._process, entry.path, self._grids[entry.path], entry.dtype
-                spec = orbax.write_spec(self._workspace / self._name, *args)
+                spec = orbax.write_spec(self._folder, *args)
                 opening[entry.path] = ts.open(
                     ts.Spec(spec), create=True, open=True, context=self._stores
                 )
@@ -215,7 +215,7 @@ class Writer:
         assert chunk.size == cell.stop - cell.start
         return entry, cell, chunk
 
-    def _file(self, name: str, process: int) -> Path:
+    def _file(self, name: str, process: int) -> AnyPath:
         return self._workspace / name.format(process)
 
 
@@ -242,8 +242,6 @@ def _lower_priority() -> None:
 # Minimum bytes of a part. A part is written in parallel as a whole, but its end does not overlap
 # with the next part's beginning.
 PART_BYTES = 8 << 30
-# Name of the unfinished checkpoint in the workspace; only one is written at a time.
-_WRITTEN = "checkpoint"
 
 # Parts of error messages about a full disk, from the system and TensorStore.
 _FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
@@ -260,7 +258,7 @@ class Saving:
 
     def __init__(
         self,
-        path: Path,
+        path: AnyPath,
         spec: RunSpec,
         store: Store,
         entries: Sequence[ArrayEntry],
@@ -306,14 +304,15 @@ class Saving:
         with deferred_interrupt(second_interrupts=True):
             if workspace is None:
                 # A folder that can't be written is noticed here, before training continues.
-                name = f"{path.name}.{NAME}"
-                workspace = claim_workspace(path.with_name(name), path, processes)
+                beside = workspace_of(path)
+                workspace = claim_workspace(beside, path, processes, by_hand=True)
             else:
                 workspace.share()
             self._workspace = workspace
+            self._written = written_at(workspace.path, path)
             self._writer = Writer(
                 workspace.path,
-                _WRITTEN,
+                self._written,
                 processes.index,
                 self._entries,
                 grids_of(spec, entries),
@@ -396,7 +395,9 @@ class Saving:
         needed = sum(
             math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize for entry in self._entries
         )
-        free = shutil.disk_usage(self.path.parent).free
+        free = places.num_free_bytes(self.path.parent)
+        if free is None:
+            return ""
         lacks = f"lacks {sized(needed - free)} of" if needed > free else "had no room for"
         return (
             f"{self.path.parent} {lacks} the {sized(needed)} that a checkpoint takes, beside those "
@@ -427,7 +428,8 @@ class Saving:
         except BaseException as error:
             self._error = error
         finally:
-            if self._error is not None:
+            # A process that can't be reached may still write.
+            if self._error is not None and self._processes.unreachable is None:
                 with suppress(OSError):
                     workspace.clear()
             workspace.release(run=not self._replaces)
@@ -444,29 +446,15 @@ class Saving:
         self._writer.finish()
 
     def _finish(self, workspace: Workspace, facts: dict[str, Any]) -> None:
-        # In this order the checkpoint is complete or has no name, whenever the process dies:
-        # arrays, the manifest that lists their files, all synced to disk, and only then the rename.
-        written = workspace.path / _WRITTEN
+        # In this order the checkpoint is complete or counts as none, whenever the process dies:
+        # arrays, the manifest that lists their files, and on a disk, after all is on it, the name.
+        written = self._written
         facts["arrays"] = self._writer.join(self._processes.count)
         found = orbax.own_metadata(written)
         orbax.check_arrays(written, found, self._entries, "not what was to be written")
+        workspace.check()
         manifest.write(written, facts)
-        sync_tree(written)
-        self._publish(workspace, written)
-
-    def _publish(self, workspace: Workspace, written: Path) -> None:
-        """Renames the written checkpoint to its own path."""
-        # A callback may have saved this very step before.
-        exists, old = os.path.lexists(self.path), None
-        if exists and not self._replaces:
-            raise FileExistsError(f"there is something at {self.path} by now")
-        # Moved away first, because a folder can't be renamed onto one that isn't empty.
-        if exists:
-            old = workspace.take(self.path)
-        written.rename(self.path)
-        sync(self.path.parent)
-        if old is not None:
-            workspace.clear()
+        workspace.publish(self.path, replaces=self._replaces)
 
     def _release(self, groups: Iterable[int]) -> None:
         with self._changed:

@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,12 +30,14 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
+from megatrain_jax._src.common.object_paths import AnyPath
 from megatrain_jax._src.common.settings import changes
 from megatrain_jax._src.engine.checkpoint import manifest, orbax
 from megatrain_jax._src.engine.checkpoint.folder import (
     CheckpointError,
     in_first_process,
-    local_path,
+    parsed_path,
+    reading_folder,
 )
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.program import jaxpr as jx
@@ -84,7 +85,7 @@ def _trained_on(spec: RunSpec) -> list[bool]:
 
 
 def differences(
-    path: Path,
+    path: AnyPath,
     before: Mapping[str, Any],
     now: Mapping[str, Any],
     *,
@@ -212,14 +213,15 @@ def with_saved_parts(
         TypeError: If `path` is not a path.
         ValueError: If Orbax can't read there.
     """
-    folder = local_path(path, "continues")
+    folder = parsed_path(path, "continues")
     if run.microbatches != "auto":
         return run
 
     def newest() -> dict[str, int] | None:
-        for step in reversed(orbax.candidates(folder)):
-            with suppress(CheckpointError):
-                return manifest.read(folder / str(step))["parts"]
+        with reading_folder(folder):
+            for step in reversed(orbax.candidates(folder)):
+                with suppress(CheckpointError):
+                    return manifest.read(folder / str(step))["parts"]
         return None
 
     parts = in_first_process(processes, "the look for a batch's parts", newest)

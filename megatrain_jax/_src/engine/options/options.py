@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
+from megatrain_jax._src.common.object_paths import AnyPath, path_of
 from megatrain_jax._src.common.sizes import bytes_of, counted, rate_of
 from megatrain_jax._src.common.suggestions import did_you_mean
 from megatrain_jax._src.common.user_warnings import warn_user
@@ -281,7 +282,8 @@ class LoopOptions:
             evaluated, even for a finished run that was not.
         eval_params: "ema" to evaluate averages of the parameters, which `ema_decay` keeps.
         checkpoint_dir: Folder of the run's checkpoints, one subfolder per step, each an ordinary
-            Orbax checkpoint. The last step is always saved. On a local or mounted disk; no second
+            Orbax checkpoint. The last step is always saved. On a local or mounted disk, or in an
+            object store, as "gs://bucket/folder" or "s3://bucket/folder"; no second
             run can write there at the same time.
         checkpoint_every: Save after each multiple of this number of steps. Training continues while
             a checkpoint is written.
@@ -354,7 +356,7 @@ class LoopOptions:
         Raises:
             ValueError: If two of them use one folder.
         """
-        used: list[tuple[str, Path, str]] = []
+        used: list[tuple[str, AnyPath, str]] = []
         if self.checkpoint_dir is not None:
             used.append(("`checkpoint_dir`", _real_path(self.checkpoint_dir), "best"))
         for i, callback in enumerate(self.callbacks):
@@ -367,7 +369,7 @@ class LoopOptions:
                     raise ValueError(
                         f"{name} with `folder`={os.fspath(given)!r} and {other} with {there} keep "
                         "checkpoints in one folder, and would remove each other's: pass another "
-                        f"`folder`, such as {os.fspath(there / subfolder)!r}"
+                        f"`folder`, such as {str(there / subfolder)!r}"
                     )
             used.append((name, folder, f"of_{getattr(callback, 'metric', i)}"))
 
@@ -461,11 +463,14 @@ class LoopOptions:
         }
 
 
-def _real_path(value: str | PathLike[str]) -> Path:
+def _real_path(value: str | PathLike[str]) -> AnyPath:
+    with suppress(ValueError, RuntimeError):  # it is refused later
+        if not isinstance(path := path_of(os.fspath(value)), Path):
+            return path
     return Path(os.path.realpath(os.path.expanduser(value)))
 
 
-def _are_mixed(one: Path, other: Path) -> bool:
+def _are_mixed(one: AnyPath, other: AnyPath) -> bool:
     """Whether two folders of checkpoints are the same, or one has the place of a step of the other.
 
     Both are real paths.
@@ -474,7 +479,7 @@ def _are_mixed(one: Path, other: Path) -> bool:
     pairs += [(a.parent, b) for a, b in ((one, other), (other, one)) if a.name.isdecimal()]
     for a, b in pairs:
         with suppress(OSError):  # one of them doesn't exist
-            if a == b or a.samefile(b):
+            if a == b or isinstance(a, Path) and isinstance(b, Path) and a.samefile(b):
                 return True
     return False
 

@@ -1,15 +1,15 @@
 """The checkpoints of one training run: one is saved every few steps, and the newest are kept."""
 
-import os
 import time
 from contextlib import suppress
 from os import PathLike
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatrain_jax._src.common.object_paths import UNFINISHED, AnyPath
 from megatrain_jax._src.common.user_warnings import warn_user
-from megatrain_jax._src.engine.checkpoint import folder, manifest, orbax
+from megatrain_jax._src.engine.checkpoint import folder, manifest, orbax, places
+from megatrain_jax._src.engine.checkpoint.claim import UnownedWorkspace, claim_workspace
 from megatrain_jax._src.engine.checkpoint.folder import (
     CheckpointError,
     OtherFormatError,
@@ -18,12 +18,7 @@ from megatrain_jax._src.engine.checkpoint.folder import (
     in_first_process,
 )
 from megatrain_jax._src.engine.checkpoint.save import Saving
-from megatrain_jax._src.engine.checkpoint.workspace import (
-    NAME,
-    UnownedWorkspace,
-    Workspace,
-    claim_workspace,
-)
+from megatrain_jax._src.engine.checkpoint.workspace import Workspace
 from megatrain_jax._src.engine.state.processes import PeerEndedError, Processes
 from megatrain_jax._src.engine.trainer import Trainer
 
@@ -69,17 +64,23 @@ class RunCheckpoints:
             CheckpointError: If another run uses the folder, it can't be written, or it is a
                 checkpoint itself.
         """
-        self.folder = folder.local_path(path, "checkpoint_dir")
+        self.folder = folder.parsed_path(path, "checkpoint_dir")
         self.every, self._keep = every, keep
         self._processes = processes
-        in_first_process(processes, "the look at `checkpoint_dir`", self._refuse_checkpoint)
-        has_last = last is not None and last in folder.steps(self.folder)
-        path = self.folder / NAME
-        self._workspace = claim_workspace(path, self.folder, processes, only_read=has_last)
+        found = in_first_process(processes, "the look at `checkpoint_dir`", self._look)
+        has_last = last is not None and last in found
+        beside = self.folder / UNFINISHED
+        self._workspace = claim_workspace(beside, self.folder, processes, only_read=has_last)
         self.saved: int | None = None
         self.num_converted = 0
         self._saving: Saving | None = None
         self._left_alone: set[int] = set()
+
+    def _look(self) -> list[int]:
+        """The steps in the folder, which must not be a checkpoint itself."""
+        with folder.reading_folder(self.folder):
+            self._refuse_checkpoint()
+            return folder.steps(self.folder)
 
     def _refuse_checkpoint(self) -> None:
         if not folder.has_manifest(self.folder) and not orbax.is_described(self.folder):
@@ -151,7 +152,7 @@ class RunCheckpoints:
                 continue
             if isinstance(self._workspace, Workspace):
                 for number, error in refused.items():
-                    self._set_aside(number, error, step)
+                    self._set_aside(self._workspace, number, error, step)
             self.begin(trainer)
             return facts
         if refused:
@@ -208,13 +209,16 @@ class RunCheckpoints:
         """
         self.finish()
         path = self.folder / str(trainer.num_steps)
-        in_first_process(
-            self._processes, f"the saving of {path.name}", lambda: _check_replaceable(path)
-        )
+        in_first_process(self._processes, f"the saving of {path.name}", lambda: self._prepare(path))
         facts = {} if position is None else {"data": position}
         self._saving = trainer.run_state.start_saving(path, facts, workspace=self._workspace)
         # Reset by `finish` if it could not be written.
         self.saved = trainer.num_steps
+
+    def _prepare(self, path: AnyPath) -> None:
+        _check_replaceable(path)
+        if isinstance(self._workspace, Workspace):
+            self._workspace.prepare(path)
 
     def finish(self) -> None:
         """Waits for a save, then removes the oldest checkpoints.
@@ -265,14 +269,16 @@ class RunCheckpoints:
             facts["data"] = {"batches": step}
         return facts
 
-    def _set_aside(self, step: int, error: CheckpointError, resumed: int) -> None:
+    def _set_aside(
+        self, workspace: Workspace, step: int, error: CheckpointError, resumed: int
+    ) -> None:
         """Renames a refused checkpoint, so that steps are ordered by number again."""
         path, number = self.folder / str(step), 1
         # Dangling links occupy a name too.
-        while os.path.lexists(aside := path.with_name(f"{step}.refused-{number}")):
+        while places.is_there(aside := path.with_name(f"{step}.refused-{number}")):
             number += 1
         try:
-            path.rename(aside)
+            workspace.rename(path, aside)
             where = f"It is called {aside.name} now"
         except OSError as reason:
             where = f"It can't be renamed ({reason})"
@@ -320,17 +326,17 @@ def _shortened(error: CheckpointError) -> str:
     return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]}..."
 
 
-def _check_replaceable(path: Path) -> None:
+def _check_replaceable(path: AnyPath) -> None:
     """Checks that a checkpoint can be written: a callback may have saved this step itself.
 
     Raises:
         CheckpointError: If there is anything else.
     """
-    if os.path.lexists(path) and (strange := _strange(path)):
+    if places.is_there(path) and (strange := _strange(path)):
         raise CheckpointError(f"{path} can't be replaced: megatrain_jax didn't make {strange}")
 
 
-def _strange(path: Path) -> str:
+def _strange(path: AnyPath) -> str:
     """The files in a checkpoint that this library didn't make, for a message; empty if none.
 
     Raises:
