@@ -2,7 +2,7 @@
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +10,9 @@ import pytest
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.engine.schedule import search
+from megatrain_jax._src.engine.schedule.choices import Choice, Family
 from megatrain_jax._src.engine.schedule.instructions import Op
+from megatrain_jax._src.engine.schedule.memory_demand import least_bytes_with_residuals
 from megatrain_jax._src.engine.schedule.search import find_schedule, whole_schedule
 from schedule_machine import run_everything
 from workloads import COPIES, all_resident_bytes, chain, costs, host, random_workload
@@ -220,31 +222,38 @@ def test_the_costliest_residuals_are_kept_where_all_have_no_room():
 @pytest.mark.parametrize("best", [23, 24, 26, 28])
 def test_as_many_stages_save_residuals_as_pay(best, monkeypatch):
     """Of 23, 29 and 35 stages, 23 are the best; their neighbours are tried as well."""
+    step = chain(40, costs=costs(40, 40, recompute=(5.0,) * 40))
 
-    def steps(kept: int) -> Any:
-        return SimpleNamespace(
-            seconds=100.0 - kept if kept <= best else 200.0,
-            lists=SimpleNamespace(computing=100.0 - kept),
-            workload=SimpleNamespace(kept=range(kept), waves=2),
-            fits_host=lambda room: True,
-            copied=(0, 0.0),
+    def tried(found: search._Search, choice: Choice) -> tuple[float, float]:
+        kept = len(choice.kept)
+        seconds = choice.computing if kept <= best else 1000.0 + kept
+        steps: Any = SimpleNamespace(
+            cautious_seconds=seconds, fits_host=lambda room: True, kept=kept
         )
+        return found.note(choice, steps)
 
-    @dataclass(frozen=True)
-    class Keeping:
-        num_kept: int
-        spares_host: bool = True
+    monkeypatch.setattr(search._Search, "try_choice", tried)
+    found = search._Search(search._Room(device=0, host=math.inf))
+    family = Family(
+        of=lambda count: Choice(step=step, kept=frozenset(range(count))), counts=[35, 29, 23]
+    )
+    found.try_families([family])
+    assert found.best.kept == best  # pyright: ignore[reportAttributeAccessIssue]
 
-        @property
-        def lists(self) -> Any:
-            return SimpleNamespace(workload=SimpleNamespace(selective=False))
 
-        def least_bytes(self, count: int) -> int:
-            return 0
-
-    monkeypatch.setattr(search, "choice_saving_residuals", lambda workload, count: Keeping(count))
-    monkeypatch.setattr(search, "_with_residents", lambda choice, room: steps(choice.num_kept))
-    workload, room = SimpleNamespace(selective=False), search._Room(device=0, host=math.inf)
-    tried = [Keeping(count) for count in (23, 29, 35)]
-    found = search._with_more_kept(steps(23), workload, tried, room)  # type: ignore[arg-type]
-    assert len(found.workload.kept) == best
+@pytest.mark.parametrize("seed", range(4))
+def test_the_memory_for_residuals_is_known_without_the_tasks_that_save_them(seed):
+    rng, num = random.Random(seed), 12
+    waves = dict(accumulate=True, waves=2) if seed % 2 else {}
+    sizes = (*(rng.randint(5, 60) for _ in range(num - 1)), 0)
+    times = costs(num, num, recompute=(1.0,) * num)
+    workload = chain(num, residuals=sizes, costs=times, **waves)
+    lists = Choice(step=workload).lists
+    for count in range(1, num):
+        kept = sorted(rng.sample(range(num - 1), count), reverse=True)
+        num_moving = rng.randint(0, count)
+        choice = Choice(step=workload, kept=frozenset(kept), num_offloadable=num_moving)
+        parts = kept[: count - num_moving], kept[count - num_moving :]
+        staying, moving = ({stage: sizes[stage] for stage in part} for part in parts)
+        found = least_bytes_with_residuals(lists, frozenset(), staying, moving)
+        assert found == choice.least_bytes(0)

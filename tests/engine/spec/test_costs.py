@@ -17,7 +17,7 @@ from megatrain_jax._src.engine.kernels.gpu_traffic import Traffic
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.program.flops import count_flops, is_float32_product
 from megatrain_jax._src.engine.report.make_plan import make_plan
-from megatrain_jax._src.engine.schedule.tasks import build_task_lists
+from megatrain_jax._src.engine.schedule.least_time import computing_seconds
 from megatrain_jax._src.engine.schedule.workload import Costs
 from megatrain_jax._src.engine.spec.costs import batch_seconds, find_costs
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
@@ -73,7 +73,7 @@ def test_sums_in_bfloat16_are_rounded_once_per_wave(waves):
             precision=mt.Precision(compute="float32", sums=sums),
             hardware=dataclasses.replace(card("H100"), memory_bytes_per_s=1.0, flops_per_s=1e30),
         )
-        return build_task_lists(spec.first.workload).computing
+        return computing_seconds(spec.first.workload, frozenset())
 
     spec = make_spec(CASES["equinox"], OPTIMIZERS["adam"], microbatches=4)
     num_elements = sum(layout.master.size for layout in spec.layouts)
@@ -131,7 +131,7 @@ def assert_busy_as_scheduled(spec: RunSpec) -> None:
     plan, step = make_plan(spec), spec.first
     workload = dataclasses.replace(step.scheduled, kept=step.schedule.kept)
     assert plan.seconds_memory and plan.seconds_compute and plan.seconds_collectives is not None
-    expected = build_task_lists(workload).computing
+    expected = computing_seconds(workload, workload.kept)
     assert plan.busy["device"][1] == pytest.approx(expected)
     shown = plan.seconds_compute + plan.seconds_loops + plan.seconds_memory
     assert shown + plan.seconds_collectives == pytest.approx(expected)
@@ -161,14 +161,15 @@ def test_float32_products_have_their_own_rate():
     # The clock has the same rate, at the share that whole steps reach.
     alike = dataclasses.replace(machine, float32_share=1.0)
     schedules = [
-        build_task_lists(
+        computing_seconds(
             make_spec(
                 CASES["equinox"],
                 OPTIMIZERS["adam"],
                 precision=mt.Precision(compute="float32"),
                 hardware=hardware,
-            ).first.workload
-        ).computing
+            ).first.workload,
+            frozenset(),
+        )
         for hardware in (machine, alike)
     ]
     more = 3 * wide.float32_flops_per_step / machine.flops_per_s / machine.sustained
@@ -270,7 +271,7 @@ def test_memory_traffic_takes_its_time_beside_products():
             OPTIMIZERS["adam"],
             hardware=dataclasses.replace(card("H100"), memory_bytes_per_s=rate),
         )
-        return build_task_lists(spec.first.workload).computing
+        return computing_seconds(spec.first.workload, frozenset())
 
     step = make_spec(CASES["equinox"], OPTIMIZERS["adam"]).first
     # The last stage has no forward of its own.

@@ -570,7 +570,7 @@ def test_functions_of_a_schedule_that_the_host_has_room_for_are_known():
     tiles = TileFinder(KernelCache(), nowhere)
     usual = fit_to_machine(spec, tiles, 16 * GIB, lambda spec: spec)
     found = fit_to_machine(spec, tiles, 16 * GIB, selective)
-    assert not usual.first.schedule.kept and usual.first.stages[1].tiles
+    assert usual.first.schedule.kept < {1, 2} and usual.first.stages[1].tiles
     assert (found.temporary_bytes or 0) >= TileFinder(KernelCache(), nowhere).most(found.first)
     names = ["forward keeping the costliest", "backward of the costliest"]
     assert set(names) & set(found.first.stages[1].tiles)

@@ -22,6 +22,7 @@ from megatrain_jax._src.engine.report.plan import GroupRow, Plan, TileRow
 from megatrain_jax._src.engine.report.plan_table import ShownPlan
 from megatrain_jax._src.engine.report.run_warnings import find_warnings
 from megatrain_jax._src.engine.schedule.instructions import WAITS, Instruction, Op
+from megatrain_jax._src.engine.schedule.least_time import computing_seconds
 from megatrain_jax._src.engine.schedule.tasks import build_task_lists
 from megatrain_jax._src.engine.schedule.workload import Workload
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
@@ -215,7 +216,7 @@ def _memory_bytes(plan: Plan, step: BoundStep) -> float:
     if plan.hardware is None or math.isinf(plan.hardware.memory_bytes_per_s):
         return 0.0
     workload = dataclasses.replace(step.scheduled, kept=step.schedule.kept)
-    computing = build_task_lists(workload, few_waves=True).computing
+    computing = computing_seconds(workload, workload.kept)
     return max(0.0, computing - plan.busy["device"][1]) * plan.hardware.memory_bytes_per_s
 
 

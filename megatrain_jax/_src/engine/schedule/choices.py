@@ -5,6 +5,9 @@ offload these residuals to the host in between. The remaining residuals stay on 
 ranks further *units* that may stay there: masters with optimizer state, gradients, activations,
 residuals. The search then tries several numbers of units.
 
+Choices that differ in the number of stages alone form a *family*. Its largest number is known from
+the bytes of a step without residuals, before any step is written.
+
 Example: 6 stages have equal residuals. The device has memory for 2 of them beside the tasks' needs,
 and the host for 3. Stages 1 to 5 save residuals, because late stages need theirs for a shorter
 time::
@@ -16,19 +19,20 @@ time::
 """
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.engine.schedule import memory_demand
+from megatrain_jax._src.engine.schedule.least_time import computing_seconds
 from megatrain_jax._src.engine.schedule.order import gradient_tasks
 from megatrain_jax._src.engine.schedule.tasks import TaskLists, build_task_lists
 from megatrain_jax._src.engine.schedule.workload import Workload
 
 # Number of candidates for the count of stages that save residuals.
-_NUM_KEPT_CANDIDATES = 6
+_NUM_CANDIDATES = 6
 # Up to this fraction, the stages that save residuals are few.
 _FEW = 1 / 8
 # Number of task lists that a search keeps for reuse; each takes some MiB.
@@ -40,31 +44,45 @@ class Choice:
     """A set of stages that save residuals, and the parts that may stay on the device.
 
     Attributes:
-        lists: The tasks.
+        step: The step without saved residuals.
+        kept: The stages that save residuals.
         num_offloadable: Number of stages that may offload their residuals, as activations are.
         spares_host: Whether activations stay on the device in preference to masters and optimizer
             state. This saves host memory, because state has its memory there anyway.
         masters_first: Whether masters stay in preference to gradients and optimizer state. This
-            saves time where a step waits for the link, because a step fetches masters twice.
-        spread: Whether the groups that stay are spread over the stages, instead of the first ones.
+            saves time where a step waits for the link, because a step fetches masters twice. The
+            groups that stay are spread over the stages then, instead of the first ones.
     """
 
-    lists: TaskLists
+    step: Workload
+    kept: frozenset[int] = frozenset()
     num_offloadable: int = 0
     spares_host: bool = False
     masters_first: bool = False
-    spread: bool = False
 
-    @property
-    def num_kept(self) -> int:
-        """Number of stages that save residuals."""
-        return len(self.lists.workload.kept)
+    @functools.cached_property
+    def lists(self) -> TaskLists:
+        """The tasks, in three waves at most."""
+
+        def lists() -> TaskLists:
+            bare = Choice(step=self.step).lists if self.kept else None
+            step = replace(self.step, kept=self.kept)
+            return build_task_lists(step, few_waves=True, bare=bare)
+
+        # A search within the host's memory follows one on the same workload without that limit.
+        key = IdentityKey(self.step), self.kept
+        return remembered("task lists", lambda: key, lists, _MOST_LISTS)
+
+    @functools.cached_property
+    def computing(self) -> float:
+        """Seconds of computation in a steady step, a lower bound of its time."""
+        return computing_seconds(self.step, self.kept)
 
     @functools.cached_property
     def units(self) -> list[tuple[Key, ...]]:
         """Units that may stay, best first; the parts of a unit stay together or not at all."""
         offloadable = [(key,) for key in self._residuals[self._num_staying :]]
-        units = [*_units(self.lists, self.masters_first, self.spread), *offloadable]
+        units = [*_units(self.lists, self.masters_first), *offloadable]
         return sorted(units, key=_rests_in_host) if self.spares_host else units
 
     def residents(self, count: int) -> frozenset[Key]:
@@ -78,18 +96,30 @@ class Choice:
     @functools.cached_property
     def _residuals(self) -> list[Key]:
         # Late stages come first, because they need their residuals for the shortest time.
-        stages = sorted(self.lists.workload.kept, reverse=True)
-        return [Key(Kind.RESIDUALS, stage) for stage in stages]
+        return [Key(Kind.RESIDUALS, stage) for stage in sorted(self.kept, reverse=True)]
 
     @property
     def _num_staying(self) -> int:
-        return len(self._residuals) - self.num_offloadable
+        return len(self.kept) - self.num_offloadable
 
 
-def find_choices(
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Choices that differ in the number of stages that save residuals.
+
+    Attributes:
+        of: Returns the choice for a number of stages.
+        counts: Numbers of stages to try, in this order.
+    """
+
+    of: Callable[[int], Choice]
+    counts: Sequence[int]
+
+
+def find_families(
     workload: Workload, selective: Workload | None, budget: int, fits_host: Callable[[Choice], bool]
-) -> list[Choice]:
-    """The choices with saved residuals that fit on the device.
+) -> Iterator[Family]:
+    """The families of choices with saved residuals that fit on the device.
 
     Args:
         workload: See `find_schedule`.
@@ -97,147 +127,106 @@ def find_choices(
         budget: Maximum bytes on the device.
         fits_host: Returns whether the host has memory for a choice's waiting residuals.
     """
-    able, found = len(_ranked(workload)), []
+    able, most = len(_ranked(workload)), 0
     for kinds in (workload, selective):
         # If not all residuals of all stages fit, the costliest results of each are tried as well.
-        if kinds is not None and not any(choice.num_kept == able for choice in found):
-            found += _staying(kinds, budget)
+        if kinds is not None and most < able:
+            yield (family := _staying(kinds, budget))
+            most = max(most, *family.counts, 0)
+    if not workload.may_offload_residuals or most == able:
+        return
     # Moving all residuals would fill the host, while each byte of them saves little time.
-    if (
-        workload.may_offload_residuals
-        and selective is not None
-        and all(c.num_kept < able for c in found)
-    ):
-        found += _choices_with_offload(selective, budget, fits_host)
+    if selective is not None:
+        yield (family := _with_offload(selective, budget, fits_host))
+        most = max(most, *family.counts, 0)
     # If the device can hold the residuals of few stages only, further residuals may be offloaded.
-    most = max((choice.num_kept for choice in found), default=0)
-    if workload.may_offload_residuals and most <= _FEW * able:
-        found += _spread_out(workload, budget, fits_host)
-    return found
+    if most <= _FEW * able:
+        yield _spread_out(workload, budget, fits_host)
 
 
-def _staying(workload: Workload, budget: int) -> Iterator[Choice]:
-    """Choices from few stages with residuals to the most that fit.
+class _Fits:
+    """Tells which residuals fit on the device, from the bytes of a step without them."""
+
+    def __init__(self, workload: Workload, budget: int):
+        self._sizes, self._budget = workload.residuals, budget
+        self._bare = Choice(step=workload)
+
+    def __call__(
+        self, staying: Sequence[int], moving: Sequence[int] = (), *, with_all: bool = False
+    ) -> bool:
+        resident = self._bare.residents(len(self._bare.units) if with_all else 0)
+        both = ({stage: self._sizes[stage] for stage in those} for those in (staying, moving))
+        lists = self._bare.lists
+        needed = memory_demand.least_bytes_with_residuals(lists, resident, *both)
+        return needed <= self._budget
+
+
+def _shares(most: int) -> set[int]:
+    shares = range(1, _NUM_CANDIDATES + 1)
+    return {round(most * share / _NUM_CANDIDATES) for share in shares} - {0}
+
+
+def _staying(workload: Workload, budget: int) -> Family:
+    """Choices from the most stages with residuals that fit to few.
 
     They include the most stages that fit while all units stay.
     """
+    ranked, fits = _ranked(workload), _Fits(workload, budget)
 
-    @functools.cache
-    def keeping(count: int) -> Choice:
-        return choice_saving_residuals(workload, count)
-
-    def fits(count: int, *, with_all: bool) -> bool:
-        choice = keeping(count)
-        return choice.least_bytes(len(choice.units) if with_all else 0) <= budget
+    def of(count: int) -> Choice:
+        return Choice(step=workload, kept=frozenset(ranked[:count]))
 
     # More residuals leave memory for fewer residents; the clock decides between them.
-    most = memory_demand.most_that_fit(
-        len(_ranked(workload)), lambda count: fits(count, with_all=False)
-    )
-    shares = range(1, _NUM_KEPT_CANDIDATES + 1)
-    counts = {round(most * share / _NUM_KEPT_CANDIDATES) for share in shares}
-    counts.add(memory_demand.most_that_fit(most, lambda count: fits(count, with_all=True)))
-    for count in sorted(counts - {0}):
-        yield keeping(count)
+    most = memory_demand.most_that_fit(len(ranked), lambda count: fits(ranked[:count]))
+    while most and of(most).least_bytes(0) > budget:
+        most -= 1
+    every = memory_demand.most_that_fit(most, lambda count: fits(ranked[:count], with_all=True))
+    return Family(of=of, counts=sorted(_shares(most) | {every} - {0}, reverse=True))
 
 
-def _choices_with_offload(
-    workload: Workload, budget: int, fits_host: Callable[[Choice], bool]
-) -> Iterator[Choice]:
+def _with_offload(workload: Workload, budget: int, fits_host: Callable[[Choice], bool]) -> Family:
     """The choice with the most stages that save residuals, if some are offloaded to the host."""
-    able = len(_ranked(workload))
-    every = choice_saving_residuals(workload, able, able)
-    if not able or every.least_bytes(0) > budget:
-        return
-    if fits_host(every):
-        yield every
-        return
+    ranked, fits = _ranked(workload), _Fits(workload, budget)
 
     @functools.cache
-    def keeping(count: int) -> Choice:
+    def of(count: int) -> Choice:
         """Residuals of `count` stages; as many stay on the device as fit."""
+        those = sorted(ranked[:count], reverse=True)
+        staying = 0
+        if count < len(ranked):
+            staying = memory_demand.most_that_fit(count, lambda n: fits(those[:n], those[n:]))
+        kept = frozenset(those)
+        return Choice(step=workload, kept=kept, num_offloadable=count - staying)
 
-        def beside(num_staying: int) -> Choice:
-            return choice_saving_residuals(workload, count, count - num_staying)
-
-        return beside(
-            memory_demand.most_that_fit(count, lambda n: beside(n).least_bytes(0) <= budget)
-        )
-
-    if count := memory_demand.most_that_fit(able, lambda count: fits_host(keeping(count))):
-        yield keeping(count)
+    able = len(ranked)
+    if not able or of(able).least_bytes(0) > budget:
+        return Family(of=of, counts=())
+    if not fits_host(of(able)):
+        able = memory_demand.most_that_fit(able - 1, lambda count: fits_host(of(count)))
+    return Family(of=of, counts=[able] if able else [])
 
 
-def _spread_out(
-    workload: Workload, budget: int, fits_host: Callable[[Choice], bool]
-) -> Iterator[Choice]:
-    """Choices that offload the residuals of stages far from each other.
+def _spread_out(workload: Workload, budget: int, fits_host: Callable[[Choice], bool]) -> Family:
+    """Choices that offload the residuals of stages far from each other, from few stages on.
 
     The residuals of neighbours would be on the device, and on the link, at the same time. With
     stages between them, the residuals of one stage move while these stages compute.
     """
-
-    @functools.cache
-    def moving(stages: tuple[int, ...]) -> Choice:
-        return _keeping(workload, frozenset(stages), len(stages))
-
-    def fits(stages: tuple[int, ...]) -> bool:
-        return moving(stages).least_bytes(0) <= budget
-
-    # Around the ends of a model, larger groups may leave no memory for residuals. Stages between
-    # equal ones need as much as each other.
-    alike: dict[Hashable, bool] = {}
-    able = []
-    for stage in _ranked(workload):
-        around = tuple(_bytes_of(workload, s) for s in range(stage - 1, stage + 2))
-        if around not in alike:
-            alike[around] = fits((stage,))
-        if alike[around]:
-            able.append(stage)
+    fits = _Fits(workload, budget)
+    # Around the ends of a model, larger groups may leave no memory for residuals.
+    able = [stage for stage in _ranked(workload) if fits((), (stage,))]
     of_a_kind = groupby(able, lambda s: (workload.costs.recompute[s], workload.residuals[s]))
     stages = tuple(stage for _, those in of_a_kind for stage in _spread(list(those)))
-    most = memory_demand.most_that_fit(len(stages), lambda count: fits(stages[:count]))
-    most = memory_demand.most_that_fit(most, lambda count: fits_host(moving(stages[:count])))
-    shares = range(1, _NUM_KEPT_CANDIDATES + 1)
-    for count in sorted({round(most * share / _NUM_KEPT_CANDIDATES) for share in shares} - {0}):
-        yield moving(stages[:count])
 
+    @functools.cache
+    def of(count: int) -> Choice:
+        return Choice(step=workload, kept=frozenset(stages[:count]), num_offloadable=count)
 
-def _bytes_of(workload: Workload, stage: int) -> Hashable:
-    """The bytes of the parts that a stage uses; None for no stage."""
-    if not 0 <= stage < len(workload.stages):
-        return None
-    groups = (tuple(sorted(workload.sizes[g].items())) for g in workload.stages[stage])
-    sizes = workload.activations
-    passed = (
-        tuple(sizes[i] for i in rows[stage]) if rows else ()
-        for rows in (workload.makes, workload.reads)
-    )
-    return *groups, *passed, workload.residuals[stage], workload.backward[stage]
-
-
-def choice_saving_residuals(workload: Workload, count: int, num_offloadable: int = 0) -> Choice:
-    """The choice in which the best `count` stages save residuals.
-
-    Args:
-        workload: The step.
-        count: Number of stages that save residuals.
-        num_offloadable: See `Choice`.
-    """
-    return _keeping(
-        workload, frozenset(_ranked(workload)[:count] if count else ()), num_offloadable
-    )
-
-
-def _keeping(workload: Workload, kept: frozenset[int], num_offloadable: int) -> Choice:
-    """The choice in which these stages save residuals."""
-
-    def lists() -> TaskLists:
-        return build_task_lists(replace(workload, kept=kept), few_waves=True)
-
-    # A search within the host's memory follows one on the same workload without that limit.
-    found = remembered("task lists", lambda: (IdentityKey(workload), kept), lists, _MOST_LISTS)
-    return Choice(lists=found, num_offloadable=num_offloadable)
+    most = memory_demand.most_that_fit(len(stages), lambda count: fits((), stages[:count]))
+    while most and of(most).least_bytes(0) > budget:
+        most -= 1
+    most = memory_demand.most_that_fit(most, lambda count: fits_host(of(count)))
+    return Family(of=of, counts=sorted(_shares(most)))
 
 
 def _ranked(workload: Workload) -> list[int]:
@@ -274,7 +263,7 @@ def _spread(groups: Sequence[int]) -> list[int]:
     return [groups[at] for at in sorted(range(len(groups)), key=reversed_bits)]
 
 
-def _units(lists: TaskLists, masters_first: bool, spread: bool) -> list[tuple[Key, ...]]:
+def _units(lists: TaskLists, masters_first: bool) -> list[tuple[Key, ...]]:
     """The units without residuals that may stay on the device, best first."""
     workload = lists.workload
     # A gradient that is made and consumed within one task never has to stay.
@@ -283,7 +272,7 @@ def _units(lists: TaskLists, masters_first: bool, spread: bool) -> list[tuple[Ke
     # computation hides less of their transfer. Groups that no stage reads come last.
     ends = (*workload.stages[0], *workload.stages[-1])
     blocks = list(dict.fromkeys(group for stage in workload.stages for group in stage))
-    blocks = _spread(blocks) if spread else blocks
+    blocks = _spread(blocks) if masters_first else blocks
     groups = dict.fromkeys((*ends, *blocks, *range(len(workload.sizes))))
     # Gradients that are made last are used first.
     last = workload.waves - 1

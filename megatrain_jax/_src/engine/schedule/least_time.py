@@ -35,14 +35,13 @@ def least_seconds(
         host_room: See `find_schedule`.
     """
     costs, stages = workload.costs, range(len(workload.stages))
+    read = {i for s in stages if workload.reads and workload.backward[s] for i in workload.reads[s]}
     inputs = [
-        (costs.forward[s], sum(workload.activations[i] for i in made if _is_stored(workload, i)))
+        (costs.forward[s], sum(workload.activations[i] for i in made if i in read))
         for s, made in zip(stages, workload.makes or [()] * len(stages), strict=True)
     ]
-    # A fused last stage has no forward.
-    forward = sum(costs.forward[: len(stages) - workload.fused_last])
-    backward = sum(costs.backward[s] for s in stages if workload.backward[s])
-    again = sum(seconds for seconds, num_bytes in inputs if num_bytes)
+    # What isn't stored is computed again.
+    again = frozenset(s for s, (_, num_bytes) in enumerate(inputs) if num_bytes)
     # All residuals stay on the device; only the costliest ones may be offloaded.
     rooms = [(workload, device_bytes)]
     if selective is not None:
@@ -60,14 +59,30 @@ def least_seconds(
         )
         for of, room in rooms
     )
-    wave = forward + backward + again + sum(costs.rounding) - saved
-    return workload.waves * wave + sum(costs.update)
+    return computing_seconds(workload, frozenset(), again) - workload.waves * saved
 
 
-def _is_stored(workload: Workload, activation: int) -> bool:
-    """Whether a backward reads an activation."""
-    reads = zip(workload.reads, workload.backward, strict=True)
-    return any(backward and activation in read for read, backward in reads)
+def computing_seconds(
+    workload: Workload, kept: frozenset[int], again: frozenset[int] | None = None
+) -> float:
+    """Seconds of computation in a steady step, a lower bound of its time.
+
+    Args:
+        workload: The step.
+        kept: The stages that save residuals.
+        again: The stages that compute their forward again; None for those of the workload.
+    """
+    costs, stages = workload.costs, range(len(workload.stages))
+    # A fused last stage has no forward.
+    wave = sum(costs.forward[: len(stages) - workload.fused_last])
+    wave += sum(costs.forward[s] for s in (workload.again if again is None else again))
+    wave += sum(costs.backward[s] for s in stages if workload.backward[s])
+    wave += sum(costs.rounding) - sum(costs.recompute[s] for s in kept)
+    once = (
+        costs.update[g] + (costs.reduce[g] if costs.reduce else 0.0)
+        for g in workload.trained_groups
+    )
+    return workload.waves * wave + sum(once)
 
 
 def _residuals(workload: Workload) -> list[tuple[float, int]]:

@@ -14,21 +14,42 @@ With a limit below the largest of these sums, computation would have to wait for
 """
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 
 from megatrain_jax._src.common.keys import PASSING, Key
 from megatrain_jax._src.common.remembering import IdentityKey, remembered
+from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.schedule.tasks import Task, TaskLists, Use
 from megatrain_jax._src.engine.schedule.workload import Workload
 
+Residuals = Mapping[int, int]
+"""Bytes of residuals by stage."""
 _NOTHING = Task(computations=(), uses=(), num_early=0, last_touch={})
 
 
 def least_bytes(lists: TaskLists, resident: frozenset[Key]) -> int:
     """The minimum limit with which no task has to wait for the memory of the task before it."""
     return _demands_of(lists).least_bytes(resident)
+
+
+def least_bytes_with_residuals(
+    lists: TaskLists, resident: frozenset[Key], staying: Residuals, moving: Residuals
+) -> int:
+    """`least_bytes` of a step that also saves these residuals, but without its own lists.
+
+    It is exact up to the parts that arrive while a backward computes, which residuals shorten.
+
+    Args:
+        lists: The tasks of the step without these residuals.
+        resident: The resident parts.
+        staying: Bytes of the residuals that stay on the device, by stage.
+        moving: Bytes of the residuals that wait in the host, by stage.
+    """
+    return _demands_of(lists).with_residuals(resident, staying, moving)
 
 
 def next_uses_that_fit(lists: TaskLists, limit: int, resident: frozenset[Key]) -> int:
@@ -49,36 +70,125 @@ class _StepsDemands:
         """Takes the lists of tasks."""
         self._workload, self._lists = lists.workload, lists
         self._endings: dict[int, tuple[_Demand, ...]] = {}
+        self._known: dict[frozenset[Key], list[int]] = {}
         # A steady step follows a cold or a steady one, so its first tasks find the leftovers of
         # that step's last tasks. Flushes and evaluations have no residents.
         self._tasks = (*lists.cold, *lists.steady, *lists.steady[:2])
+        self._always = [(0, len(self._tasks))]
 
     @functools.cached_property
     def _demands(self) -> list["_Demand"]:
         return _demands(self._workload, self._tasks)
 
     @functools.cached_property
+    def _changes(self) -> dict[Key, list[tuple[int, int]]]:
+        """For each part, tasks and their additional bytes if it is resident and exists."""
+        found: dict[Key, list[tuple[int, int]]] = defaultdict(list)
+        for number, demand in enumerate(self._demands):
+            for key, change in demand.changes:
+                if any(first <= number < stop for first, stop in self._tasks_with(key)):
+                    found[key].append((number, change))
+        return found
+
+    @functools.cached_property
+    def _existing(self) -> dict[Key, list[tuple[int, int]]]:
+        """For each part that doesn't outlast a step, ranges of tasks that find it existing."""
+        found: dict[Key, list[tuple[int, int]]] = defaultdict(list)
+        begun: dict[Key, int] = {}
+        for number, task in enumerate(self._tasks):
+            for computation in task.computations:
+                for key in computation.creates:
+                    if key.kind in PASSING:
+                        begun.setdefault(key, number + 1)
+                for key in computation.kills:
+                    if key in begun:
+                        found[key].append((begun.pop(key), number + 1))
+        for key, first in begun.items():
+            found[key].append((first, len(self._tasks)))
+        return found
+
+    def _tasks_with(self, key: Key) -> list[tuple[int, int]]:
+        """The ranges of tasks that find a part existing."""
+        return self._existing[key] if key.kind in PASSING else self._always
+
+    @functools.cached_property
     def _others(self) -> int:
         lists = self._lists.flush, self._lists.evaluation
-        return max(least_of(self._workload, tasks) for tasks in lists)
+        key = tuple(map(IdentityKey, lists))  # they are the same for all sets of residuals
+        return remembered(
+            "demand at rest",
+            lambda: key,
+            lambda: max(least_of(self._workload, tasks) for tasks in lists),
+        )
 
     def least_bytes(self, resident: frozenset[Key]) -> int:
         """See the function `least_bytes`."""
-        here = _residents_at(self._workload, self._tasks, resident)
-        pairs = zip(self._demands, here, strict=True)
-        return max(self._others, *(demand.num_bytes(residents) for demand, residents in pairs))
+        return max(self._others, *self._by_task(resident))
+
+    def _by_task(self, resident: frozenset[Key]) -> list[int]:
+        """The bytes of each task."""
+        found = [demand.without_residents for demand in self._demands]
+        more = [0] * (len(found) + 1)
+        for key in resident:
+            size = self._workload.size(key)
+            for first, stop in self._tasks_with(key):
+                more[first] += size
+                more[stop] -= size
+            for number, change in self._changes.get(key, ()):
+                found[number] += change
+        return list(map(add, found, accumulate(more)))
+
+    def with_residuals(
+        self, resident: frozenset[Key], staying: Residuals, moving: Residuals
+    ) -> int:
+        """See `least_bytes_with_residuals`."""
+        # Asked for with many sets of residuals, but few of residents.
+        if resident not in self._known:
+            self._known[resident] = self._by_task(resident)
+        more = [0] * (len(self._tasks) + 4)
+        for residuals in (staying, moving):
+            for stage, size in residuals.items():
+                for first, last in self._spans[stage]:
+                    more[first] += size
+                    # Residuals that move leave their memory after the next task, and have it again
+                    # from the task before their backward on.
+                    if residuals is moving:
+                        more[min(first + 2, last)] -= size
+                        more[last - 1] += size
+                    more[last + 2] -= size
+        return max(self._others, *map(add, self._known[resident], accumulate(more)))
+
+    @functools.cached_property
+    def _spans(self) -> dict[int, list[tuple[int, int]]]:
+        """For each stage, pairs of tasks with a forward and the backward that follows it."""
+        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        begun: dict[int, int] = {}
+        for number, task in enumerate(self._tasks):
+            for row in (computation.instruction for computation in task.computations):
+                if row.op is Op.FORWARD and row.stage is not None:
+                    begun.setdefault(row.stage, number)
+                elif row.op is Op.BACKWARD and row.stage in begun:
+                    found[row.stage].append((begun.pop(row.stage), number))
+        for stage, first in begun.items():
+            found[stage].append((first, len(self._tasks) + 1))
+        return found
 
     def next_uses_that_fit(self, limit: int, resident: frozenset[Key]) -> int:
         """See the function `next_uses_that_fit`."""
-        steps = self._lists.cold, self._lists.steady
-        here = [[*_residents_at(self._workload, step, resident)][-1] for step in steps]
+        cold, steady = self._lists.cold, self._lists.steady
+        ends = len(cold) - 1, len(cold) + len(steady) - 1
+        here = [
+            {k for k in resident if any(a <= end < b for a, b in self._tasks_with(k))}
+            for end in ends
+        ]
+        left = [limit - sum(map(self._workload.size, keys)) for keys in here]
 
         def fits(count: int) -> bool:
-            pairs = zip(self._ending(count), here, strict=True)
-            return all(demand.num_bytes(residents) <= limit for demand, residents in pairs)
+            rows = zip(self._ending(count), here, left, strict=True)
+            return all(demand.num_bytes(keys) <= most for demand, keys, most in rows)
 
         # Early uses always fit, because `least_bytes` counts them and the limit is at least that.
-        early, steady = self._lists.steady[0].num_early, self._lists.steady
+        early = steady[0].num_early
         most = sum(len(task.uses) for task in steady) - early
         return early + most_that_fit(most, lambda count: fits(early + count))
 
@@ -108,45 +218,6 @@ def _demands(workload: Workload, tasks: Sequence[Task]) -> list["_Demand"]:
     ]
 
 
-@dataclass(kw_only=True)
-class _Residents:
-    """The residents that exist at one task.
-
-    Attributes:
-        lasting: Residents that always exist; shared by all tasks.
-        alive: Residents that exist only in a part of a step; changes with the task.
-        num_bytes: Bytes of all residents.
-    """
-
-    lasting: frozenset[Key]
-    alive: set[Key]
-    num_bytes: int
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self.lasting or key in self.alive
-
-
-def _residents_at(
-    workload: Workload, tasks: Sequence[Task], resident: frozenset[Key]
-) -> Iterator[_Residents]:
-    """The residents that exist when each task begins; one object that changes between tasks."""
-    # A copy per task would take quadratic time in the number of layers, and the search calls this
-    # many times.
-    passing = {key for key in resident if key.kind in PASSING}
-    lasting = resident - passing
-    here = _Residents(lasting=lasting, alive=set(), num_bytes=sum(map(workload.size, lasting)))
-    for number, task in enumerate(tasks):
-        yield here
-        if number == len(tasks) - 1:
-            return
-        for computation in task.computations if passing else ():
-            new = passing.intersection(computation.creates) - here.alive
-            here.alive.update(new)
-            old = here.alive.intersection(computation.kills)
-            here.alive.difference_update(old)
-            here.num_bytes += sum(map(workload.size, new)) - sum(map(workload.size, old))
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Demand:
     """The bytes while a task computes: its uses, the next uses, and leftovers.
@@ -159,10 +230,9 @@ class _Demand:
     without_residents: int
     changes: tuple[tuple[Key, int], ...]
 
-    def num_bytes(self, resident: _Residents) -> int:
-        """The bytes in addition to these residents, and the residents' own bytes."""
-        changes = (change for key, change in self.changes if key in resident)
-        return self.without_residents + resident.num_bytes + sum(changes)
+    def num_bytes(self, resident: set[Key]) -> int:
+        """The bytes in addition to these residents."""
+        return self.without_residents + sum(more for k, more in self.changes if k in resident)
 
 
 def _demand(workload: Workload, before: Task, task: Task, next_uses: Sequence[Use]) -> _Demand:
@@ -198,4 +268,25 @@ def most_that_fit(limit: int, fits: Callable[[int], bool]) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def most_within(limit: int, needed: Callable[[int], int], number: int, most: int) -> int:
+    """The largest number with a need within a limit; 0 is within it.
+
+    Args:
+        limit: The limit.
+        needed: Returns the need of a number; it grows with the number, about in proportion.
+        number: A number that needs more than the limit.
+        most: Its need.
+    """
+    low, high, least, turn = 0, number, needed(0), 0
+    while high - low > 1:
+        # In turn, by proportion and in the middle.
+        share = 0.5 if turn % 2 else (limit - least) / (most - least)
+        guess, turn = min(high - 1, low + max(1, round(share * (high - low)))), turn + 1
+        if (found := needed(guess)) <= limit:
+            low, least = guess, found
+        else:
+            high, most = guess, found
     return low

@@ -5,20 +5,22 @@ list of instructions that the engine follows literally. So tests and plans can r
 running it.
 
 Two decisions are open: the groups that stay on the device for good, and the stages that save
-residuals. The search writes instructions for several choices and takes the fastest by the clock's
-estimate. Among choices of about the same time, it takes the one that moves the fewest bytes. If
-host memory is short, only choices with room for their waiting gradients, activations and residuals
-count.
+residuals. The search writes instructions for a few choices and takes the fastest by the clock's
+estimate, in which copies take 5% longer than their rates say. If host memory is short, only choices
+with room for their waiting gradients, activations and residuals count.
+
+Writing instructions takes long, so a choice is skipped if its computations alone take as long as
+the best step so far. Numbers of residents and of stages with residuals are tried in order, only as
+long as each is better than the one before. Steps that hardly wait need no other residents.
 
 Example: 18 blocks with 12 bytes of state and 4 of gradients each lie between two ends that are four
 times as large. They need at least 84 bytes, and with 332 bytes nothing moves. With a budget of 208:
 
     groups that stay    seconds    bytes moved
-    none                    376            688
-    2 (the ends)            316            464
-    4                       316            420
+    8                       316            328   chosen: its computations alone take 316
     6                       316            380
-    8                       316            328   chosen: as fast as any, and moves the least
+    2 (the ends)            316            464
+    none                    376            688
 
 Nine groups don't fit, because streaming the remaining groups needs memory as well.
 """
@@ -26,45 +28,29 @@ Nine groups don't fit, because streaming the remaining groups needs memory as we
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.engine.schedule.choices import Choice, choice_saving_residuals, find_choices
-from megatrain_jax._src.engine.schedule.memory_demand import least_bytes, most_that_fit
+from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax._src.engine.schedule.choices import Choice, Family, find_families
+from megatrain_jax._src.engine.schedule.memory_demand import least_bytes, most_within
 from megatrain_jax._src.engine.schedule.schedule import BudgetError, Schedule
 from megatrain_jax._src.engine.schedule.tasks import build_task_lists
-from megatrain_jax._src.engine.schedule.timed_steps import (
-    SLOWER,
-    Steps,
-    at_rest,
-    seconds_if_slower,
-    write_steps,
-)
+from megatrain_jax._src.engine.schedule.timed_steps import Steps, at_rest, write_steps
 from megatrain_jax._src.engine.schedule.transient_host_bytes import (
     find_waiting,
     least_transient_host_bytes,
 )
 from megatrain_jax._src.engine.schedule.workload import Workload
 
-# The number of resident counts to try at most, of all that fit. Writing a step takes time in
-# proportion to its instructions, and each choice of residuals is tried with each choice of
-# residents.
+# The number of resident counts to try at most, of all that fit.
 _NUM_CANDIDATES = 8
-# With fewer residents more bytes move, but more of them in advance. So counts are tried from the
-# largest one on, until so many in a row are no faster.
-_NO_FASTER = 2
-# If a step waits for links, choices that take at most this multiple of the best one's time are
-# tried with other residents.
-_NEAR = 1.25
-# Estimates that differ by less than this fraction can't tell which step is faster, because rates
-# are not known that well. docs/performance.md shows the gain from moving fewer bytes.
-_UNCERTAINTY = 0.03
-# If links are busy for less than the second fraction of the fastest step, their rates hardly
-# matter.
-_SMALL_UNCERTAINTY, _IDLE = 0.005, 0.05
+# Steps are equally fast if their times differ by less than this fraction.
+_ALIKE = 0.005
 
 
+@remembering()
 def find_schedule(
     workload: Workload,
     budget: int | None,
@@ -83,43 +69,27 @@ def find_schedule(
             them, the result is a schedule that takes the fewest.
 
     Returns:
-        The schedule with the smallest estimated time; among schedules of about the same time, the
-        one that moves the fewest bytes. The order of computations never depends on the budget.
+        The schedule with the smallest cautious estimate of its time. The order of computations
+        never depends on the budget.
 
     Raises:
         BudgetError: The budget is below the smallest schedule's peak.
     """
-    nothing_kept = choice_saving_residuals(workload, 0)
-    lists = nothing_kept.lists
-    smallest = least_bytes(lists, frozenset())
+    nothing_kept = Choice(step=workload)
+    smallest = least_bytes(nothing_kept.lists, frozenset())
     room = _Room(device=smallest if budget is None else budget, host=host_room)
     if room.device < smallest:
         raise BudgetError(budget, smallest)
-    choices = [nothing_kept]
+    families = [Family(of=lambda _: nothing_kept, counts=[0])]
     if room.device > smallest:
-        choices += find_choices(workload, selective, room.device, functools.partial(_may_fit, room))
-    tried = list(_worth_trying(choices, room))
-    steps = _best(tried, room)
-    computing = min(choice.lists.computing for choice in choices)
-    if _waits(steps, computing):
-        # Where copies take long, keeping masters first saves some of them, not most.
-        seconds = {id(found.lists): found.seconds for found in tried}
-        near = [c for c in choices if seconds.get(id(c.lists), math.inf) <= _NEAR * steps.seconds]
-        tried += _for_slow_links(near, steps, room)
-        steps = _best(tried, room)
-    # With several waves, sums of gradients wait in the host unless they stay on the device. The
-    # fastest steps may need more host memory for them than there is.
-    fastest = min(steps.seconds for steps in tried) if workload.waves > 1 else steps.seconds
-    if not steps.fits_host(room.host) or steps.seconds > (1 + _UNCERTAINTY) * fastest:
-        choices = [dataclasses.replace(choice, spares_host=True) for choice in choices]
-        steps = _best([steps, *_worth_trying(choices, room)], room)
-    if workload.waves > 1:
-        steps = _with_more_kept(
-            steps, selective if selective and steps.workload.selective else workload, choices, room
-        )
-    return _finished(steps, smallest)
+        may_fit = functools.partial(_may_fit, room)
+        families = [*find_families(workload, selective, room.device, may_fit), *families]
+    found = _Search(room)
+    found.try_families(families)
+    return _finished(found.best, smallest)
 
 
+@remembering()
 def reschedule(
     workload: Workload, schedule: Schedule, budget: int | None, host_room: float = math.inf
 ) -> Schedule:
@@ -135,75 +105,17 @@ def reschedule(
         host_room: See `find_schedule`; the existing schedule's host bytes are available in any
             case.
     """
-    lists = build_task_lists(dataclasses.replace(workload, kept=schedule.kept), few_waves=True)
     room = _Room(
         device=schedule.smallest_bytes if budget is None else budget,
         host=max(host_room, schedule.transient.total),
     )
-    now = write_steps(lists, schedule.limit, schedule.resident)
     residuals = {Key(Kind.RESIDUALS, stage) for stage in schedule.kept}
     num_offloadable = len(residuals - schedule.resident)
-    choice = Choice(lists=lists, num_offloadable=num_offloadable)
-    choices = [choice, dataclasses.replace(choice, spares_host=True)]
-    tried = [now, *(_with_residents(choice, room, sure=True) for choice in choices)]
-    steps = _best(tried, room, sure=True)
-    if _waits(steps, lists.computing):
-        tried += _for_slow_links([choice], steps, room, sure=True)
-        steps = _best(tried, room, sure=True)
-    return _finished(steps, schedule.smallest_bytes)
-
-
-def _waits(steps: Steps, computing: float) -> bool:
-    """Whether a step of one wave takes longer than the shortest computation of all choices."""
-    return steps.workload.waves == 1 and steps.seconds > (1 + _SMALL_UNCERTAINTY) * computing
-
-
-def _for_slow_links(
-    choices: Sequence[Choice], steps: Steps, room: "_Room", *, sure: bool = False
-) -> Iterator[Steps]:
-    """Candidates for a step that waits for copies: they keep masters on the device first.
-
-    Keeping whole groups needs the least host memory for arrays in flight. Keeping only masters
-    saves more copies per byte.
-    """
-    fastest = steps.seconds
-    for choice in sorted(choices, key=lambda choice: choice.lists.computing):
-        for spread in (False, True):
-            if choice.lists.computing < fastest:
-                other = dataclasses.replace(choice, masters_first=True, spread=spread)
-                yield (found := _with_residents(other, room, sure=sure))
-                if found.fits_host(room.host):
-                    fastest = min(fastest, found.seconds)
-
-
-def _with_more_kept(
-    steps: Steps, workload: Workload, choices: Sequence[Choice], room: "_Room"
-) -> Steps:
-    """The given steps, or faster steps in which more stages save residuals.
-
-    In a step of many waves, computation takes most of the time, so each stage counts.
-
-    Args:
-        steps: The best steps of all choices.
-        workload: The workload that they are for, without saved residuals.
-        choices: The choices that were tried.
-        room: Bytes available.
-    """
-    kept = len(steps.workload.kept)
-    alike = [choice for choice in choices if choice.lists.workload.selective == workload.selective]
-    above = min((c for c in alike if c.num_kept > kept), key=lambda c: c.num_kept, default=None)
-    while above is not None and above.num_kept > kept + 1:
-        count = (kept + above.num_kept) // 2
-        choice = choice_saving_residuals(workload, count)
-        choice = dataclasses.replace(choice, spares_host=above.spares_host)
-        # All these residuals stay on the device; the choice above may have offloaded some.
-        fits = choice.least_bytes(0) <= room.device
-        found = _best([steps, _with_residents(choice, room)], room) if fits else steps
-        if found is steps:
-            above = choice
-        else:
-            steps, kept = found, count
-    return steps
+    choice = Choice(step=workload, kept=schedule.kept, num_offloadable=num_offloadable)
+    found = _Search(room)
+    found.note(choice, write_steps(choice.lists, schedule.limit, schedule.resident))
+    found.try_choice(choice)
+    return _finished(found.best, schedule.smallest_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,30 +126,109 @@ class _Room:
     host: float
 
 
-def _worth_trying(choices: Sequence[Choice], room: _Room) -> Iterator[Steps]:
-    """The fastest steps of each choice, without choices that compute for too long."""
-    fastest = math.inf
-    # Choices with the least computation come first, so that most later ones need no instructions.
-    for choice in sorted(choices, key=lambda choice: choice.lists.computing):
-        if choice.lists.computing <= (1 + _UNCERTAINTY) * fastest:
-            steps = _with_residents(choice, room)
-            if steps.fits_host(room.host):
-                fastest = min(fastest, steps.seconds)
-            yield steps
+class _Search:
+    """The best steps of all that were tried."""
 
+    def __init__(self, room: _Room):
+        self._room = room
+        self._best: tuple[tuple[float, float], Steps, Choice] | None = None
 
-def _with_residents(choice: Choice, room: _Room, *, sure: bool = False) -> Steps:
-    """The fastest steps of a choice, over several numbers of resident parts."""
-    tried: list[Steps] = []
-    fastest, no_faster = math.inf, 0
-    for steps in _steps_by_residents(choice, room):
-        tried.append(steps)
-        if steps.fits_host(room.host):
-            no_faster = 0 if steps.seconds < fastest else no_faster + 1
-            fastest = min(fastest, steps.seconds)
-        if no_faster == _NO_FASTER:
-            break
-    return _best(tried, room, sure=sure)
+    @property
+    def best(self) -> Steps:
+        """The fastest steps that the host has room for, or the steps that need the least of it."""
+        assert self._best is not None
+        return self._best[1]
+
+    def note(self, choice: Choice, steps: Steps) -> tuple[float, float]:
+        """Takes steps if they are the best; returns their rank, which is low for good ones."""
+        lacking = 0.0 if steps.fits_host(self._room.host) else float(steps.transient.total)
+        rank = lacking, steps.cautious_seconds
+        if self._best is None or rank < self._best[0]:
+            self._best = rank, steps, choice
+        return rank
+
+    def try_families(self, families: Iterable[Family]) -> None:
+        """Tries the choices of families, of each as long as they become better."""
+        for family in families:
+            before = math.inf, math.inf
+            for choice in map(family.of, family.counts):
+                # A choice that computes for longer than the best step takes can't be better.
+                if self._computes_for_too_long(choice):
+                    continue
+                rank = self.try_choice(choice)
+                if self._is_done(rank, before):
+                    break
+                before = rank
+            self._try_between(family)
+
+    def _computes_for_too_long(self, choice: Choice) -> bool:
+        if self._best is None or self._best[0][0]:
+            return False
+        return choice.computing >= self._best[0][1]
+
+    def _try_between(self, family: Family) -> None:
+        """Tries more stages with residuals than in the best choice, if it is one of a family."""
+        if self._best is None or len(self._best[2].kept) not in family.counts:
+            return
+        kept = len(self._best[2].kept)
+        above = min((count for count in family.counts if count > kept), default=kept)
+        if family.of(kept).kept != self._best[2].kept:
+            return
+
+        def computing(count: int) -> float:
+            return family.of(count).computing
+
+        while above > kept + 1 and computing(above) < (1 - _ALIKE) * computing(kept):
+            count, before = (kept + above) // 2, self.best
+            self.try_choice(family.of(count))
+            kept, above = (kept, count) if self.best is before else (count, above)
+
+    def try_choice(self, choice: Choice) -> tuple[float, float]:
+        """Tries a choice with numbers of resident parts, from the most on; returns the best rank.
+
+        If the step waits for copies, masters stay first, because this saves more copies per byte;
+        keeping whole groups needs the least host memory for arrays in flight. If the host lacks
+        memory, activations stay first.
+        """
+        candidates = self._by_residents(choice)
+        steps = next(candidates)
+        best = before = self.note(choice, steps)
+        if best[0]:
+            choice = dataclasses.replace(choice, spares_host=True)
+        elif not self._waits(choice, steps):
+            return best
+        elif choice.step.waves == 1:
+            choice = dataclasses.replace(choice, masters_first=True)
+        if choice.spares_host or choice.masters_first:
+            candidates, before = self._by_residents(choice), (math.inf, math.inf)
+        for steps in candidates:
+            rank = self.note(choice, steps)
+            best = min(best, rank)
+            if self._is_done(rank, before) or not (rank[0] or self._waits(choice, steps)):
+                break
+            before = rank
+        return best
+
+    def _is_done(self, rank: tuple[float, float], before: tuple[float, float]) -> bool:
+        """Whether candidates in an order have passed the best one."""
+        return rank >= before
+
+    def _waits(self, choice: Choice, steps: Steps) -> bool:
+        """Whether other residents could make a step faster."""
+        return steps.seconds > (1 + _ALIKE) * choice.computing
+
+    def _by_residents(self, choice: Choice) -> Iterator[Steps]:
+        """The steps of a choice, for several numbers of resident parts, from the most on."""
+        lists, units, limit = choice.lists, choice.units, self._room.device
+        # With all units resident nothing moves, so a higher limit would not help.
+        if limit >= (needed := choice.least_bytes(len(units))):
+            yield write_steps(lists, needed, choice.residents(len(units)))
+            return
+        most = most_within(limit, choice.least_bytes, len(units), needed)
+        shares = range(_NUM_CANDIDATES, -1, -1)
+        # With fewer residents more bytes move, but more of them in advance.
+        for count in dict.fromkeys(round(most * share / _NUM_CANDIDATES) for share in shares):
+            yield write_steps(lists, limit, choice.residents(count))
 
 
 def _may_fit(room: _Room, choice: Choice) -> bool:
@@ -246,52 +237,9 @@ def _may_fit(room: _Room, choice: Choice) -> bool:
         return True
     if least_transient_host_bytes(choice.lists, room.device) > room.host:
         return False
-    return any(steps.fits_host(room.host) for steps in _steps_by_residents(choice, room))
-
-
-def _steps_by_residents(choice: Choice, room: _Room) -> Iterator[Steps]:
-    """The steps of a choice, for several numbers of resident parts, from the most on."""
-    lists, units = choice.lists, choice.units
-    # With all units resident nothing moves, so a higher limit would not help.
-    if room.device >= (needed := choice.least_bytes(len(units))):
-        yield write_steps(lists, needed, choice.residents(len(units)))
-        return
-    # The bytes needed grow with the number of units, so `most_that_fit` can use bisection.
-    most = most_that_fit(len(units), lambda count: choice.least_bytes(count) <= room.device)
-    counts = {round(most * share / _NUM_CANDIDATES) for share in range(_NUM_CANDIDATES + 1)}
-    for count in sorted(counts, reverse=True):
-        yield write_steps(lists, room.device, choice.residents(count))
-
-
-def _best(candidates: Sequence[Steps], room: _Room, *, sure: bool = False) -> Steps:
-    """The fastest steps; among steps of about the same time, the ones with the fewest copies.
-
-    With `sure`, they must be about as fast even if copies take somewhat longer.
-    """
-    fitting = [steps for steps in candidates if steps.fits_host(room.host)]
-    if not fitting:
-        return min(candidates, key=lambda steps: steps.transient.total)
-    fastest = min(fitting, key=lambda steps: steps.seconds)
-    _, seconds = fastest.copied
-    uncertainty = _UNCERTAINTY if seconds > _IDLE * fastest.seconds else _SMALL_UNCERTAINTY
-    good = [s for s in fitting if s.seconds - fastest.seconds <= uncertainty * fastest.seconds]
-    good.sort(key=lambda steps: (steps.copied[0], steps.seconds, len(steps.workload.kept)))
-
-    most = functools.cache(lambda: (1 + _SMALL_UNCERTAINTY) * seconds_if_slower(fastest))
-
-    # Fewer copies save time only if links are slower than estimated. More computation, because
-    # fewer stages save residuals, costs time in any case.
-    def pays(steps: Steps) -> bool:
-        if steps.workload.waves > 1:  # writing steps of waves again would take long
-            gained = SLOWER * (seconds - steps.copied[1])
-            is_alike = steps.lists.computing <= (1 + _SMALL_UNCERTAINTY) * fastest.lists.computing
-            return is_alike or steps.seconds - fastest.seconds <= gained
-        if steps.workload.accumulate:
-            return True  # if such a step is slow, several waves are tried instead
-        is_alike = steps.lists.computing <= fastest.lists.computing and not sure
-        return is_alike or seconds_if_slower(steps) <= most()
-
-    return next(steps for steps in good if pays(steps))
+    search = _Search(room)
+    search.try_choice(dataclasses.replace(choice, spares_host=True))
+    return search.best.fits_host(room.host)
 
 
 def whole_schedule(workload: Workload, schedule: Schedule) -> Schedule:
@@ -330,7 +278,7 @@ def _finished(steps: Steps, smallest: int) -> Schedule:
         kept=lists.workload.kept,
         selective=lists.workload.selective,
         seconds=steps.seconds,
-        cautious_seconds=steps.seconds + SLOWER * steps.copied[1],
+        cautious_seconds=steps.cautious_seconds,
         smallest_bytes=smallest,
         limit=steps.limit,
         left_out=lists.left_out,

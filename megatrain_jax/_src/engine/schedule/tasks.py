@@ -23,7 +23,6 @@ If updates are deferred, because they need a scalar of all gradients, the tasks 
 The first step omits the UPDATEs, and a flush consists of them alone.
 """
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -123,21 +122,16 @@ class TaskLists:
         """The number of times that a step runs a task of the lists."""
         return 1 + (self.left_out if self.steady[task].wave == 1 else 0)
 
-    @functools.cached_property
-    def computing(self) -> float:
-        """Seconds of computation in a steady step, a lower bound of its time."""
-        return sum(
-            self.times(number) * computation.seconds
-            for number, task in enumerate(self.steady)
-            for computation in task.computations
-        )
 
-
-def build_task_lists(workload: Workload, *, few_waves: bool = False) -> TaskLists:
+def build_task_lists(
+    workload: Workload, *, few_waves: bool = False, bare: TaskLists | None = None
+) -> TaskLists:
     """Lists the tasks of a workload.
 
     Args:
         workload: The workload.
+        bare: Lists of the same workload without residuals, if they are known; what residuals don't
+            change is taken from them.
         few_waves: Whether to list three waves at most: the first, the last, and one of the middle
             waves, which are equal. They suffice to time a step, but can't be run.
     """
@@ -147,19 +141,22 @@ def build_task_lists(workload: Workload, *, few_waves: bool = False) -> TaskList
     pending = Op.UPDATE if workload.deferred else None
     # The first step has no updates. Empty tasks are kept, so that all steps number tasks alike.
     first = [[i for i in task if i.op is not pending] for task in every]
-    at_rest = [[i for i in task if i.op is pending] for task in every]
     # `made` carries over from list to list, because they run one after another. The asserts check
     # that each list finds the gradients left by the one before, and that a flush leaves none.
     made: set[Key] = set()
     cold = _as_tasks(workload, first, made)
     waiting = set(made)
-    steady = _as_tasks(workload, every, made)
+    steady = _as_tasks(workload, every, made, cold)
     assert made == waiting, "a step leaves the gradients that the next one starts from"
-    flush = _as_tasks(workload, list(filter(None, at_rest)), waiting)
-    assert not waiting, "a flush applies every gradient"
-    # An evaluation has no backward, so it saves no residuals.
-    bare = replace(workload, kept=frozenset())
-    evaluation = _as_tasks(bare, evaluating_order(workload), set())
+    if bare is None:
+        at_rest = [[i for i in task if i.op is pending] for task in every]
+        flush = _as_tasks(workload, list(filter(None, at_rest)), waiting)
+        assert not waiting, "a flush applies every gradient"
+        # An evaluation has no backward, so it saves no residuals.
+        without = replace(workload, kept=frozenset())
+        evaluation = _as_tasks(without, evaluating_order(workload), set())
+    else:
+        flush, evaluation = bare.flush, bare.evaluation
     return TaskLists(
         workload=workload,
         cold=cold,
@@ -171,7 +168,10 @@ def build_task_lists(workload: Workload, *, few_waves: bool = False) -> TaskList
 
 
 def _as_tasks(
-    workload: Workload, step: Sequence[Sequence[Instruction]], made: set[Key]
+    workload: Workload,
+    step: Sequence[Sequence[Instruction]],
+    made: set[Key],
+    known: Sequence[Task] = (),
 ) -> tuple[Task, ...]:
     """Derives the tasks, with the parts they use, from instructions.
 
@@ -179,6 +179,7 @@ def _as_tasks(
         workload: The workload of the step.
         step: The instructions of each task.
         made: Gradients, activations and residuals that exist before; updated in place.
+        known: Tasks of the same step, perhaps without its updates; equal ones are taken.
     """
     # An activation is dropped after its last read in this list, or after its last read before it is
     # computed again. In an evaluation the last reader is a FORWARD; in a step it is usually the
@@ -190,6 +191,14 @@ def _as_tasks(
     rows = iter(done)
     tasks = []
     for number, instructions in enumerate(step):
+        # Updates read no activations, so a task without them is the same beside them.
+        if known and len(known[number].computations) == len(instructions):
+            tasks.append(known[number])
+            for computation in known[number].computations:
+                next(rows)
+                made.update(computation.creates)
+                made.difference_update(computation.kills)
+            continue
         computations = []
         for instruction in instructions:
             numbered = replace(instruction, task=number)

@@ -31,14 +31,14 @@ from megatrain_jax._src.engine.schedule.workload import Workload
 
 # The minimum number of steps until the clock's times repeat. With waves, the first waves of a step
 # have the same effect.
-_MIN_STEPS = 3
+_MIN_STEPS = 2
 _MIN_STEPS_OF_WAVES = 1
 # Relative difference up to which two steps count as equally long.
 _SETTLED = 1e-3
 # Maximum number of repetitions of a step until two in a row are equally long.
 _MOST_REPEATED = 6
 # Copies may take longer than estimated by this fraction.
-SLOWER = 0.05
+SLOWER = 0.02
 # Number of written steps that a search keeps for reuse.
 _MOST_REMEMBERED = 256
 
@@ -98,6 +98,11 @@ class Steps:
                 num_bytes += size
                 seconds += size * max(link.inward, link.outward, link.shared)
         return num_bytes, seconds
+
+    @functools.cached_property
+    def cautious_seconds(self) -> float:
+        """Seconds of a step if copies take somewhat longer, or delay computations."""
+        return self.seconds + SLOWER * self.copied[1]
 
     def fits_host(self, room: float) -> bool:
         """Whether `room` host bytes suffice in addition to the state at rest."""
@@ -171,16 +176,6 @@ def _left_out(lists: TaskLists, steady: Residency) -> float:
     if not lists.left_out:
         return 0.0
     return lists.left_out * (steady.wave_over[1] - steady.wave_over[0])
-
-
-def seconds_if_slower(steps: Steps) -> float:
-    """Seconds of a step if copies take somewhat longer than the clock estimates."""
-    workload, factor = steps.workload, 1 + SLOWER
-    link = workload.costs.link
-    rates = {name: factor * getattr(link, name) for name in ("inward", "outward", "shared")}
-    costs = replace(workload.costs, link=replace(link, **rates))
-    lists = replace(steps.lists, workload=replace(workload, costs=costs))
-    return write_steps(lists, steps.limit, steps.resident).seconds
 
 
 def at_rest(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Residency:

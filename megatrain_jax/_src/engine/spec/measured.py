@@ -16,7 +16,7 @@ from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.kernels.timing import Timed, integers_of_batch, time_kernels
 from megatrain_jax._src.engine.program.effects import has_side_effects
 from megatrain_jax._src.engine.schedule.instructions import Op
-from megatrain_jax._src.engine.schedule.tasks import build_task_lists
+from megatrain_jax._src.engine.schedule.least_time import computing_seconds
 from megatrain_jax._src.engine.schedule.transient_host_bytes import TransientHostBytes
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
 from megatrain_jax._src.engine.spec.costs import host_link
@@ -101,7 +101,7 @@ def _share_of_stages(step: BoundStep) -> float | None:
     if (seconds := step.schedule.seconds) < _LONG:
         return None
     workload = dataclasses.replace(step.scheduled, kept=step.schedule.kept)
-    computing = build_task_lists(workload, few_waves=True).computing
+    computing = computing_seconds(workload, workload.kept)
     return min(1.0, (computing - sum(workload.costs.update)) / seconds)
 
 
