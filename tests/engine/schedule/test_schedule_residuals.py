@@ -43,19 +43,19 @@ def test_residuals_are_kept_where_they_save_time_and_fit(deferred):
 
 
 def test_residuals_are_kept_before_state_where_computation_hides_copies():
-    """They save 2% for certain; fewer copies save nothing, even if links are slower."""
+    """They save 3% for certain; fewer copies save less, even if links are slower."""
     num, size = 12, 8
     workload = chain(
         num,
         residuals=(*((size,) * (num - 1)), 0),
         costs=costs(
-            num, num, forward=(10.0,) * num, backward=(40.0,) * num, recompute=(1.0,) * num
+            num, num, forward=(10.0,) * num, backward=(40.0,) * num, recompute=(1.5,) * num
         ),
     )
     least = find_schedule(workload, None)
     for room in range(0, 60, 12):
         schedule = find_schedule(workload, least.smallest_bytes + num * size + room)
-        assert schedule.seconds <= 1.005 * (least.seconds - (num - 1))
+        assert schedule.seconds <= 1.005 * (least.seconds - 1.5 * (num - 1))
 
 
 @pytest.mark.exhaustive

@@ -38,7 +38,7 @@ _SETTLED = 1e-3
 # Maximum number of repetitions of a step until two in a row are equally long.
 _MOST_REPEATED = 6
 # Copies may take longer than estimated by this fraction.
-SLOWER = 0.02
+SLOWER = 0.03
 # Number of written steps that a search keeps for reuse.
 _MOST_REMEMBERED = 256
 
