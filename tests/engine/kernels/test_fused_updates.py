@@ -243,8 +243,10 @@ def test_groups_of_a_model_are_updated_in_one_pass(name, monkeypatch):
         assert_equal_but_for_rounding(slab.decode(ours), slab.decode(theirs))
 
 
-def test_runs_on_gpus_with_triton_update_in_one_pass(monkeypatch):
-    spec = make_spec(CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"], precision=COMPACT)
+@pytest.mark.parametrize("decay", [None, 0.9])
+def test_runs_on_gpus_with_triton_update_in_one_pass(decay, monkeypatch):
+    options = {"precision": COMPACT, "ema_decay": decay}
+    spec = make_spec(CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"], **options)
     placement = dataclasses.replace(on_one_device(), platform="gpu")
     group = max(range(len(spec.layouts)), key=lambda g: spec.layouts[g].num_coded)
     kernel = updates.update(spec.optimizer, spec.layouts[group], group, "float32", placement)
