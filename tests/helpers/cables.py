@@ -73,6 +73,10 @@ class Hosts:
         """Cuts the cable of a host."""
         _ip("-n", self._switch, "link", "set", f"p{index}", "down")
 
+    def mend(self, index: int) -> None:
+        """Mends the cable of a host."""
+        _ip("-n", self._switch, "link", "set", f"p{index}", "up")
+
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)

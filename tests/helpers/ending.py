@@ -1,9 +1,11 @@
 """A process of several that share a run, which something ends; see `test_endings`.
 
-Usage: ending.py INDEX COUNT ADDRESS VICTIM EVENT FOLDER. A file FOLDER/reached-INDEX tells that the
-process has come to the event, which is what the victim does at its sixth batch: "stuck" waits for
-data, "busy" does so where Python's handlers of signals don't run, "stop" stops itself, "kill" kills
-itself, "error" raises an error, "late" never calls `fit`. All others go on slowly.
+Usage: ending.py INDEX COUNT ADDRESS VICTIM EVENT FOLDER CHECKPOINTS. A file FOLDER/reached-INDEX
+tells that the process has come to the event, which is what the victim does at its sixth batch:
+"stuck" waits for data, "busy" does so where Python's handlers of signals don't run, "stop" stops
+itself, "kill" kills itself, "error" raises an error, as a callback does with "callback" for step 4,
+"late" calls `fit` late, "slow" does nothing. All others go on slowly. With "none", all go on fast,
+and the first process leaves the final parameters in FOLDER/final.npz.
 """
 
 import ctypes
@@ -14,14 +16,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import optax
 
 import megatrain_jax as mt
+from megatrain_jax._src.engine.state import processes
 
 STOPS = 6
-LAST = 30
+LAST = 10
 
 
 def act(event: str) -> None:
@@ -40,36 +42,47 @@ def act(event: str) -> None:
         raise OSError("a disk of this process alone")
 
 
-def batches(folder: Path, index: int, event: str) -> Iterator[dict[str, np.ndarray]]:
+def batches(folder: Path, index: int, event: str, pause: float) -> Iterator[dict[str, np.ndarray]]:
     """Batches of this process, of which one does what ends the run."""
     for number in range(1, LAST + 1):
         if number == STOPS:
             (folder / f"reached-{index}").touch()
             act(event)
-        time.sleep(0.5)
-        yield {"x": np.full((2, 4), number, np.float32)}
+        time.sleep(pause)
+        yield {"x": np.random.default_rng([number, index]).normal(size=(2, 4)).astype(np.float32)}
 
 
 def main() -> None:
-    index, count, address, victim, event, path = sys.argv[1:]
+    index, count, address, victim, event, path, checkpoints = sys.argv[1:]
     folder, own = Path(path), event if index == victim else "none"
-    jax.distributed.initialize(address, int(count), int(index))
+    if patience := os.environ.get("PATIENCE"):
+        processes.PATIENCE_SECONDS = float(patience)
+    mt.distributed.initialize(address, int(count), int(index))
     print("connected", flush=True)
     if own == "late":
         (folder / f"reached-{index}").touch()
-        time.sleep(10_000)
+        time.sleep(30)  # longer than the others wait
+
+    def callback(trainer: mt.Trainer, record: dict[str, float]) -> None:
+        if own == "callback" and record["step"] == 4:
+            raise OSError("a callback of this process alone")
+
     result = mt.fit(
         {"layers": [{"w": np.eye(4, dtype=np.float32)} for _ in range(2)]},
         lambda model, batch: (
             (batch["x"] @ model["layers"][0]["w"] @ model["layers"][1]["w"]) ** 2
         ).mean(),
-        batches(folder, int(index), own),
+        batches(folder, int(index), own, 0.0 if event == "none" else 0.5),
         optax.adam(1e-3),
-        checkpoint_dir=folder / "run",
+        checkpoint_dir=checkpoints,
+        callbacks=[callback],
         checkpoint_every=2,
         stall_seconds=float(os.environ.get("STALL", 600)),
         progress=False,
     )
+    params = {str(i): layer["w"] for i, layer in enumerate(result.trainer.params["layers"])}
+    if index == "0" and result.trainer.num_steps == LAST:
+        np.savez(folder / "final.npz", **params)
     print("finished", result.trainer.num_steps, flush=True)
 
 

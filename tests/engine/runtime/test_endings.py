@@ -1,31 +1,41 @@
-"""What ends one of several processes ends all of them, in time, with an error and a save.
+"""What ends one of several processes ends all of them, in time, and the same command resumes.
 
-Each test starts processes of `ending.py`. Where hosts can be made, in network namespaces, a cable
-is cut, too.
+Each test starts processes of `ending.py`, waits until all have ended, and starts them again: they
+resume from the last step that was saved, and come to the parameters of an undisturbed run, bit for
+bit. Where hosts can be made, in network namespaces, a cable is cut, too.
 """
 
+import functools
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from cables import Hosts, can_make_hosts
+from megatrain_jax._src.common.object_paths import path_of
+from megatrain_jax._src.engine.checkpoint import folder as folders
+from object_server import BUCKET, s3_server
 from places import HELPERS, ROOT
 from ports import free_port
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.exhaustive
 
 SCRIPT = HELPERS / "ending.py"
 # A minute for all processes to end; the machine may be busy with other tests.
 SECONDS = 60
 TERMINATED = 143
+# What the victim can't end by itself.
+HELD = "stop", "busy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,64 +47,93 @@ class Ended:
     steps: list[int]
 
 
-def ended(
-    folder: Path,
-    count: int,
-    victim: int,
-    event: str,
-    act: str = "",
-    hosts: Hosts | None = None,
-    stall: int = 600,
-) -> Ended:
-    """Starts processes, waits until all have come to the event, and then until they have ended.
+class Runs:
+    """Runs of several processes that share checkpoints, one after the other."""
 
-    Args:
-        folder: An empty folder that all processes see.
-        count: Number of processes.
-        victim: Number of the process that the event happens to.
-        event: See `ending.py`.
-        act: "all" or a number sends SIGTERM to all processes or to one, "cut" cuts the victim's
-            cable.
-        hosts: The hosts of the processes; None for this one.
-        stall: The option `stall_seconds`.
-    """
-    address = f"{hosts.address if hosts else 'localhost'}:{free_port()}"
-    arguments = [str(count), address, str(victim), event, str(folder)]
-    own = {"PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}", "JAX_PLATFORMS": "cpu"}
-    running, files = [], [folder / f"printed-{i}" for i in range(count)]
-    for i in range(count):
-        command = [sys.executable, str(SCRIPT), str(i), *arguments]
-        with files[i].open("w") as file:
-            running.append(
-                subprocess.Popen(
-                    hosts.on(i, command) if hosts else command,
-                    env={**os.environ, "XLA_FLAGS": "", "STALL": str(stall), **own},
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        _wait(lambda: all((folder / f"reached-{i}").exists() for i in range(count)), 4 * SECONDS)
-        time.sleep(1)  # until the others wait for the victim
-        for i, process in enumerate(running):
-            if act in ("all", str(i)):
-                process.send_signal(signal.SIGTERM)
-        if act == "cut":
-            assert hosts is not None
-            hosts.cut(victim)
-        left = [p for i, p in enumerate(running) if i != victim or event not in ("stop", "busy")]
-        _wait(lambda: all(process.poll() is not None for process in left), SECONDS)
-        statuses = [process.poll() for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    names = [path.name for path in (folder / "run").iterdir()]
-    return Ended(
-        statuses=statuses,
-        printed=[file.read_text(errors="replace") for file in files],
-        steps=sorted(int(name) for name in names if name.isdigit()),
-    )
+    def __init__(
+        self,
+        folder: Path,
+        count: int,
+        victim: int,
+        *,
+        hosts: Hosts | None = None,
+        checkpoints: str | None = None,
+        environment: dict[str, str] | None = None,
+    ):
+        """Starts nothing yet.
+
+        Args:
+            folder: An empty folder that all processes see.
+            count: Number of processes.
+            victim: Number of the process that events happen to.
+            hosts: The hosts of the processes; None for this one.
+            checkpoints: Where they are; None for a folder.
+            environment: Further variables.
+        """
+        self._folder, self._count, self._victim = folder, count, victim
+        self._hosts, self._environment = hosts, environment or {}
+        self.checkpoints = checkpoints or str(folder / "run")
+
+    def run(self, event: str, act: str = "", **variables: Any) -> Ended:
+        """Starts processes, and waits until all have come to the event, and until all have ended.
+
+        Args:
+            event: See `ending.py`.
+            act: "all" or a number sends SIGTERM to all processes or to one, "cut" cuts the victim's
+                cable.
+            **variables: See `ending.py`.
+        """
+        (work := self._folder / event).mkdir()
+        hosts, count, victim = self._hosts, self._count, self._victim
+        address = f"{hosts.address if hosts else 'localhost'}:{free_port()}"
+        arguments = [str(count), address, str(victim), event, str(work), self.checkpoints]
+        own = {"PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}", "JAX_PLATFORMS": "cpu"}
+        own |= {"XLA_FLAGS": "", **self._environment, **{k: str(v) for k, v in variables.items()}}
+        running, files = [], [work / f"printed-{i}" for i in range(count)]
+        for i in range(count):
+            command = [sys.executable, str(SCRIPT), str(i), *arguments]
+            command = hosts.on(i, command) if hosts else command
+            with files[i].open("w") as file:
+                streams = {"stdout": file, "stderr": subprocess.STDOUT}
+                running.append(subprocess.Popen(command, env={**os.environ, **own}, **streams))
+        try:
+            # Where one does not come, the others wait for it before that.
+            those = [victim] if event == "late" else range(count)
+            everywhere = [work / f"reached-{i}" for i in those]
+            _wait(lambda: all(map(Path.exists, everywhere)) or _ended(running), 4 * SECONDS)
+            if act:
+                time.sleep(1)  # until the others wait for the victim
+            for i, process in enumerate(running):
+                if act in ("all", str(i)):
+                    process.send_signal(signal.SIGTERM)
+            if act == "cut":
+                assert hosts is not None
+                hosts.cut(victim)
+            began = time.monotonic()
+            held = running[victim : victim + 1] if event in HELD else []
+            _wait(lambda: _ended([p for p in running if p not in held]), SECONDS)
+            seconds = time.monotonic() - began
+            statuses = [process.poll() for process in running]
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        steps = folders.steps(path_of(self.checkpoints))
+        printed = [file.read_text(errors="replace") for file in files]
+        print(f"{event} {act} of {victim} in {count}: {seconds:.1f} s, {statuses}, steps {steps}")
+        print(*map(last_error, printed), sep="\n")
+        return Ended(statuses=statuses, printed=printed, steps=steps)
+
+    def check_resumed(self) -> None:
+        """Starts the processes again, and compares with an undisturbed run."""
+        found = self.run("none")
+        assert found.statuses == [0] * self._count, found.printed
+        final = _arrays(self._folder / "none" / "final.npz")
+        assert final == undisturbed(self._count)
+
+
+def _ended(running: list[subprocess.Popen]) -> bool:
+    return all(process.poll() is not None for process in running)
 
 
 def _wait(condition: Callable[[], bool], seconds: float) -> None:
@@ -103,70 +142,131 @@ def _wait(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.1)
 
 
+def _arrays(file: Path) -> dict[str, bytes]:
+    with np.load(file) as arrays:
+        return {name: arrays[name].tobytes() for name in arrays.files}
+
+
+@functools.cache
+def undisturbed(count: int) -> dict[str, bytes]:
+    """The final parameters of processes that nothing has ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Runs(Path(folder), count, 0).run("none")
+        assert found.statuses == [0] * count, found.printed
+        return _arrays(Path(folder) / "none" / "final.npz")
+
+
 def last_error(printed: str) -> str:
     """The last line with an error's name, which says why a process has ended."""
-    return re.findall(r"^.*Error: .*$", printed, re.M)[-1]
+    return ["", *re.findall(r"^.*Error: .*$", printed, re.M)][-1]
 
 
-CASES = [(2, 0), (2, 1), (4, 2)]
+# The number of processes, and the one that something happens to. The first one runs JAX's service.
+CASES = [(2, 0), (2, 1), (4, 0), (4, 2)]
+each_case = pytest.mark.parametrize(("count", "victim"), CASES)
 
 
-@pytest.mark.parametrize(("count", "victim"), CASES)
+@each_case
 @pytest.mark.parametrize("to", ["all", "other", "victim"])
 def test_sigterm_saves_the_last_step_though_a_process_waits_for_data(tmp_path, count, victim, to):
+    runs = Runs(tmp_path, count, victim)
     act = {"all": "all", "other": str((victim + 1) % count), "victim": str(victim)}[to]
-    found = ended(tmp_path, count, victim, "stuck", act)
+    found = runs.run("stuck", act)
     assert found.statuses == [TERMINATED] * count, found.printed
     assert found.steps[-1] == 5
+    runs.check_resumed()
 
 
-@pytest.mark.parametrize(("count", "victim"), CASES)
+@each_case
 @pytest.mark.parametrize("event", ["kill", "stop"])
 def test_a_process_that_is_lost_ends_all_others(tmp_path, count, victim, event):
-    found = ended(tmp_path, count, victim, event)
+    runs = Runs(tmp_path, count, victim)
+    found = runs.run(event)
     for i, printed in enumerate(found.printed):
         if i != victim:
             assert found.statuses[i] == 1, printed
             assert f"process {victim}" in last_error(printed), printed
-    assert found.steps
+    assert found.steps[-1] >= 2
+    runs.check_resumed()
 
 
-@pytest.mark.parametrize(("count", "victim"), CASES)
+@each_case
 @pytest.mark.parametrize("event", ["stop", "busy"])
 def test_sigterm_ends_all_but_a_process_that_can_not_be_interrupted(tmp_path, count, victim, event):
-    found = ended(tmp_path, count, victim, event, "all")
+    runs = Runs(tmp_path, count, victim)
+    found = runs.run(event, "all")
     for i, printed in enumerate(found.printed):
         if i != victim:
             assert found.statuses[i] == TERMINATED, printed
             assert f"process {victim}" in last_error(printed), printed
+    assert found.steps[-1] >= 2
+    runs.check_resumed()
 
 
-@pytest.mark.parametrize(("count", "victim"), CASES)
+@each_case
+@pytest.mark.parametrize(("event", "last"), [("error", 5), ("callback", 4)])
 def test_an_error_in_one_process_is_quoted_by_all_and_the_last_step_is_saved(
-    tmp_path, count, victim
+    tmp_path, count, victim, event, last
 ):
-    found = ended(tmp_path, count, victim, "error")
+    runs = Runs(tmp_path, count, victim)
+    found = runs.run(event)
     assert found.statuses == [1] * count, found.printed
-    assert all("OSError: a disk of this process alone" in text for text in found.printed)
-    assert found.steps[-1] == 5
+    said = "a disk of this process alone" if event == "error" else "a callback of this process"
+    for i, printed in enumerate(found.printed):
+        assert f"OSError: {said}" in printed, printed
+        assert i == victim or f"process {victim}" in printed, printed
+    assert found.steps[-1] >= last
+    runs.check_resumed()
 
 
-@pytest.mark.parametrize(("count", "victim"), CASES)
+@each_case
 def test_a_stall_ends_all_with_their_stacks_and_the_last_step_saved(tmp_path, count, victim):
-    found = ended(tmp_path, count, victim, "stuck", stall=10)
+    runs = Runs(tmp_path, count, victim)
+    found = runs.run("stuck", STALL=5)
     assert found.statuses == [1] * count, found.printed
     for printed in found.printed:
         assert "StalledError" in last_error(printed) and "ending.py" in printed, printed
+        assert f"process {victim}" in printed, printed
     assert found.steps[-1] == 5
+    runs.check_resumed()
+
+
+@each_case
+def test_a_process_that_comes_too_late_ends_all(tmp_path, count, victim):
+    runs = Runs(tmp_path, count, victim)
+    found = runs.run("late", PATIENCE=5)
+    for i, printed in enumerate(found.printed):
+        assert found.statuses[i] == 1, printed
+        if i == victim:
+            assert "PeerEndedError" in last_error(printed), printed
+        else:
+            assert f"process {victim}" in last_error(printed), printed
+    runs.check_resumed()
 
 
 @pytest.mark.skipif(not can_make_hosts(), reason="needs root, iproute2 and unshare, to make hosts")
-@pytest.mark.parametrize(("count", "victim"), CASES)
+@each_case
 def test_a_cable_that_is_cut_ends_both_sides(tmp_path, count, victim):
     with Hosts(count) as hosts:
-        found = ended(tmp_path, count, victim, "none", "cut", hosts)
-    assert found.statuses == [1] * count, found.printed
-    for i, printed in enumerate(found.printed):
-        if i != victim:
-            assert f"process {victim}" in last_error(printed), printed
-    assert found.steps
+        runs = Runs(tmp_path, count, victim, hosts=hosts)
+        found = runs.run("slow", "cut")
+        assert found.statuses == [1] * count, found.printed
+        for i, printed in enumerate(found.printed):
+            if i != victim:
+                assert f"process {victim}" in last_error(printed), printed
+        assert found.steps[-1] >= 2
+        hosts.mend(victim)
+        runs.check_resumed()
+
+
+@pytest.mark.parametrize(("event", "act"), [("kill", ""), ("slow", "1")])
+def test_checkpoints_in_s3_are_resumed_from_without_a_folder_that_is_shared(tmp_path, event, act):
+    pytest.importorskip("moto.server", reason="needs pip install 'moto[server]'")
+    with s3_server() as environment, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        runs = Runs(tmp_path, 2, 1, checkpoints=f"s3://{BUCKET}/{event}")
+        found = runs.run(event, act)
+        assert found.statuses == ([TERMINATED] * 2 if act else [1, -signal.SIGKILL])
+        assert found.steps[-1] >= (5 if act else 2)
+        runs.check_resumed()
