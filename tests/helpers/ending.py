@@ -61,7 +61,7 @@ def main() -> None:
     print("connected", flush=True)
     if own == "late":
         (folder / f"reached-{index}").touch()
-        time.sleep(30)  # longer than the others wait
+        time.sleep(40)  # longer than the others wait
 
     def callback(trainer: mt.Trainer, record: dict[str, float]) -> None:
         if own == "callback" and record["step"] == 4:

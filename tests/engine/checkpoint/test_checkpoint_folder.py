@@ -174,7 +174,7 @@ from megatrain_jax._src.common.object_paths import UNFINISHED
 from megatrain_jax._src.engine.checkpoint.workspace import FolderWorkspace
 
 path = Path(sys.argv[1])
-workspace = FolderWorkspace(path / UNFINISHED, path)
+workspace = FolderWorkspace(path / UNFINISHED, "it")
 (workspace.path / "checkpoint").mkdir()
 if os.fork() == 0:  # as a worker that reads data, which outlives its parent
     os.close(1)

@@ -343,7 +343,7 @@ def test_a_run_whose_lock_was_taken_over_publishes_nothing_more(place):
 
 def test_a_lock_is_renewed_and_survives_a_repeated_write(place, monkeypatch):
     monkeypatch.setattr(object_workspace, "_RENEWED_SECONDS", 0.001)
-    workspace = ObjectWorkspace(place / "w", place)
+    workspace = ObjectWorkspace(place / "w", str(place))
     first, renewed = workspace._version, threading.Event()
     write = ObjectPath.write_if
 
@@ -387,8 +387,8 @@ class Answers:
 
 
 ERRORS = {
-    "PERMISSION_DENIED: Unknown [http_response_code='403']": ("AWS_ACCESS_KEY_ID", "denied"),
-    "NOT_FOUND: NoSuchBucket: [http_response_code='404']": ("bucket called 'mine'", ""),
+    "PERMISSION_DENIED: Unknown [http_response_code='403']": ("AWS_ACCESS_KEY_ID",),
+    "NOT_FOUND: NoSuchBucket: [http_response_code='404']": ("bucket called 'mine'",),
     "ABORTED: All 6 retry attempts failed: Could not resolve host": ("resolve", "AWS_ENDPOINT_URL"),
 }
 
@@ -396,12 +396,12 @@ ERRORS = {
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_error_names_the_argument_and_what_to_do(error, trainer, monkeypatch):
     monkeypatch.setattr(ObjectPath, "_store", Answers(error))
-    named = [*ERRORS[error]]
+    named = ERRORS[error]
     for call in (
         lambda: small.fit("s3://mine/run", 1),
         lambda: small.fit("s3://mine/run", 1, microbatches="auto"),
     ):
-        with refuses(mt.CheckpointError, "`checkpoint_dir`=s3://mine/run", named[0]):
+        with refuses(mt.CheckpointError, "`checkpoint_dir`=s3://mine/run", *named):
             call()
     with pytest.raises((mt.CheckpointError, OSError), match=re.escape(named[0])):
         trainer.save("s3://mine/run")

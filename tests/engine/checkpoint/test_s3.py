@@ -48,7 +48,7 @@ def test_a_run_in_s3_goes_on_and_damage_is_noticed(in_s3):
 
 def test_a_lock_in_s3_has_one_holder(in_s3):
     place = ObjectPath("s3", "bucket", "locked")
-    workspace = ObjectWorkspace(place / "w", place)
+    workspace = ObjectWorkspace(place / "w", str(place))
     file = place / "w" / "lock"
     _, new = (place / "none").read_version()
     assert file.write_if(b"mine", new) is None, "it is there already"

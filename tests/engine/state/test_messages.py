@@ -52,6 +52,16 @@ def test_a_peer_that_has_left_for_good_is_not_waited_for():
         processes.leave("the same error again")
 
 
+def test_a_peer_that_gave_another_one_up_is_quoted():
+    board = FakeBoard()
+    processes = processes_of(board, 3)
+    board.show(1, gone=True, why="process 2 on node2 has not come to step 3.")
+    look(processes, 0)
+    with pytest.raises(PeerEndedError) as raised:
+        processes.gather("step 3")
+    assert tells(str(raised.value), "process 1", "process 2", "has not come")
+
+
 def test_the_last_message_of_a_peer_that_has_left_is_read():
     board = FakeBoard({1: {"where": "the end", "value": 5}})
     processes = processes_of(board)
@@ -105,6 +115,16 @@ def test_a_service_that_does_not_answer_is_noticed():
     assert look(processes, 1) == ""
     assert look(processes, 29, heard=False) == ""
     assert tells(look(processes, 2, heard=False), "process 0")
+
+
+def test_the_silence_of_the_service_is_not_taken_for_that_of_a_peer():
+    board = FakeBoard()
+    processes = processes_of(board, 3, 2)
+    board.show(1, beat=1)
+    assert look(processes, 0) == "" and look(processes, 1) == ""
+    assert look(processes, 29.5, heard=False) == "", "its row was read for one second only"
+    found = look(processes, 1, heard=False)
+    assert tells(found, "process 0", "service") and "process 1" not in found
 
 
 def test_after_a_signal_silence_and_the_users_code_have_shorter_limits():

@@ -46,11 +46,11 @@ def written_at(workspace: AnyPath, path: AnyPath) -> AnyPath:
 
 def claim_workspace(
     path: AnyPath,
-    what: AnyPath,
+    what: str,
     processes: Processes,
     *,
     only_read: bool = False,
-    by_hand: bool = False,
+    by_hand: AnyPath | None = None,
 ) -> Workspace | UnownedWorkspace:
     """The workspace of a run; its first process takes it for all of them.
 
@@ -60,7 +60,7 @@ def claim_workspace(
         processes: The processes that share the run.
         only_read: Whether the run may only need to read, so that a folder that can't be written is
             allowed.
-        by_hand: Whether `what` is the checkpoint to write, the only one.
+        by_hand: The checkpoint to write, if it is the only one.
 
     Raises:
         CheckpointError: See `Workspace`; also if a process doesn't see the folder.
@@ -76,18 +76,18 @@ def claim_workspace(
             if not only_read or reason not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
             return str(error)
-        if by_hand:
+        if by_hand is not None:
             try:
-                own.prepare(what)
+                own.prepare(by_hand)
             except BaseException:
                 own.release(run=True)
                 raise
         return None
 
-    unwritable = in_first_process(processes, f"the claim of {what.name}", claim)
+    unwritable = in_first_process(processes, f"the claim of {path.name}", claim)
     if unwritable is not None:
         return UnownedWorkspace(path, unwritable)
-    sees = processes.gather(f"a look at {what.name}", path.is_dir())
+    sees = processes.gather(f"a look at {path.name}", path.is_dir())
     if not all(sees):
         found[0].release(run=True)
         raise CheckpointError(

@@ -305,7 +305,7 @@ class Saving:
             if workspace is None:
                 # A folder that can't be written is noticed here, before training continues.
                 beside = workspace_of(path)
-                workspace = claim_workspace(beside, path, processes, by_hand=True)
+                workspace = claim_workspace(beside, str(path), processes, by_hand=path)
             else:
                 workspace.share()
             self._workspace = workspace

@@ -52,14 +52,14 @@ class Workspace(ABC):
 
     path: AnyPath
 
-    def __init__(self, path: AnyPath, what: AnyPath):
+    def __init__(self, path: AnyPath, what: str):
         """Takes the folder, creates it if necessary, and empties it.
 
         If a thread of this process still writes there after its run has ended, this waits for it.
 
         Args:
             path: The folder; its parents are created too.
-            what: The path for messages: the run's folder, or one checkpoint.
+            what: The name in messages: of the run's folder, or of one checkpoint.
 
         Raises:
             CheckpointError: If it is in use, can't be written, or is not of this library.
@@ -173,7 +173,7 @@ class FolderWorkspace(Workspace):
     path: Path
 
     def _lock(self) -> None:
-        self._opened = _take(self.path, cast(Path, self._what))
+        self._opened = _take(self.path, self._what)
 
     def close_in_child(self) -> None:
         """Closes a forked child's copy of the lock, so that it doesn't outlive the parent's."""
@@ -243,7 +243,7 @@ class FolderWorkspace(Workspace):
             os.close(self._opened)
 
 
-def _take(path: Path, what: Path) -> int | None:
+def _take(path: Path, what: str) -> int | None:
     """Creates and locks a folder; returns None if the file system has no locks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -293,7 +293,7 @@ def holder() -> dict[str, Any]:
     return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
 
 
-def in_use(what: AnyPath, text: bytes) -> CheckpointError:
+def in_use(what: str, text: bytes) -> CheckpointError:
     """The error of a folder that another process holds, from what its lock says."""
     try:
         facts = parsed_json(text)

@@ -59,6 +59,7 @@ class Sign:
         ending: The reason why it wants all processes to end soon, such as "SIGTERM"; "" for none.
         lost: The error after which it has no state left to save; "" while it has.
         gone: Whether it has left the run for good.
+        why: The reason why it could not wait for a peer, and has left; "" if there is none.
         failed: Whether it has left after an error, and takes no part in JAX's end.
     """
 
@@ -70,6 +71,7 @@ class Sign:
     ending: str = ""
     lost: str = ""
     gone: bool = False
+    why: str = ""
     failed: bool = False
 
 
@@ -80,6 +82,7 @@ class Presence:
         ending: See `Sign`; of this process.
         lost: See `Sign`; of this process.
         gone: See `Sign`; of this process.
+        why: See `Sign`; of this process.
         failed: See `Sign`; of this process.
         waits: Whether the main thread waits for its peers in Python, and so notices a verdict.
         signs: The newest row of each process; None of one that has not begun a run.
@@ -95,7 +98,7 @@ class Presence:
             clock: The clock; None for a new one.
         """
         self.clock = clock or Clock()
-        self.ending = self.lost = ""
+        self.ending = self.lost = self.why = ""
         self.gone = self.failed = self.waits = False
         self.signs: list[Sign | None] = [None] * count
         self._index, self._board, self._beat = index, board, 0
@@ -123,6 +126,7 @@ class Presence:
             ending=self.ending,
             lost=self.lost,
             gone=self.gone,
+            why=self.why,
             failed=self.failed,
         )
         text = json.dumps(dataclasses.asdict(sign)).encode()
@@ -202,14 +206,16 @@ class Presence:
                 is_stuck = HERE.doing[0] and not HERE.doing[1] and not self.waits
                 since = max(self._moved_here, self._changed[i] if sign.gone else self._failed[i])
                 if is_stuck and now - since > SILENT_SECONDS_AT_END:
-                    return f"{self.named(i)} has ended{sign.lost and ': '}{sign.lost.rstrip('.')}"
-            elif now - self._changed[i] > most:
+                    why = (sign.lost or sign.why).rstrip(".")
+                    return f"{self.named(i)} has ended{why and ': '}{why}"
+            # What came after the service was heard last is not known.
+            elif (silent := self._heard - self._changed[i]) > most:
                 return (
-                    f"{self.named(i)} has been silent for {now - self._changed[i]:.0f} s: it is "
+                    f"{self.named(i)} has been silent for {silent:.0f} s: it is "
                     f"killed or stopped, or its host or network is gone. {self.doing(i)}"
                 )
             elif sign.of_user and began is not None:
-                if now - max(self._turned[i], began) > SILENT_SECONDS_AT_END:
+                if self._heard - max(self._turned[i], began) > SILENT_SECONDS_AT_END:
                     return (
                         f"{self.named(i)} does not end after {self.asked_to_end}. {self.doing(i)}"
                     )

@@ -277,9 +277,11 @@ class Processes:
         gone = [i for i in missing if (sign := presence.signs[i]) is not None and sign.gone]
         # What it sent before it left may have come since.
         if gone and str(gone[0]) not in self._board.read(folder):
+            sign = presence.signs[gone[0]]
+            why = sign.why.rstrip(".") if sign is not None else ""
             self.give_up(
-                f"{presence.named(gone[0])} has left the run, which is at {where}: each process "
-                "has to make the same calls"
+                f"{presence.named(gone[0])} has left the run, which is at {where}: "
+                f"{why or 'each process has to make the same calls'}"
             )
         elif missing and self.patience and presence.idle_seconds > self.patience + _LATE_SECONDS:
             late = missing[0]
@@ -384,6 +386,7 @@ class Processes:
         presence = self.presence
         assert presence is not None
         presence.gone, presence.failed = True, self._has_failed
+        presence.why = self._unreachable or ""
         self._changed.set()
         while presence.has_peers and not self._has_failed:
             time.sleep(_LOOK_SECONDS)

@@ -70,7 +70,8 @@ class RunCheckpoints:
         found = in_first_process(processes, "the look at `checkpoint_dir`", self._look)
         has_last = last is not None and last in found
         beside = self.folder / UNFINISHED
-        self._workspace = claim_workspace(beside, self.folder, processes, only_read=has_last)
+        what = f"`checkpoint_dir`={self.folder}"
+        self._workspace = claim_workspace(beside, what, processes, only_read=has_last)
         self.saved: int | None = None
         self.num_converted = 0
         self._saving: Saving | None = None
