@@ -33,6 +33,7 @@ import math
 from collections.abc import Callable
 
 from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.schedule.least_time import least_seconds
 from megatrain_jax._src.engine.schedule.schedule import BudgetError, Schedule
 from megatrain_jax._src.engine.schedule.search import find_schedule
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
@@ -52,6 +53,8 @@ _SHARES = (0.5, 0.25)
 _WORTH = 0.05
 # A function with a shorter estimate, in seconds, compiles quickly.
 _QUICK = 0.5
+# All parts of blocks together save at most this multiple of what two parts save.
+_MOST_SAVED = 4
 # Maximum number of times that tiles shrink because functions need more than was left for them, and
 # of times that functions are compiled.
 _MAX_TURNS = 3
@@ -144,6 +147,10 @@ def fit_to_machine(
             if least_device_bytes(finer) <= device_bytes:
                 return finer
         smallest = min(smallest, finer, key=least_device_bytes)
+        # Parts divide what they save; the first two halve it.
+        saved = least_device_bytes(whole) - least_device_bytes(smallest)
+        if smallest.num_parts == 2 and left + _MOST_SAVED * saved < 0:
+            break
     # Parts that don't fit either would only pass more activations to each other.
     return dataclasses.replace(whole, smallest=smallest)
 
@@ -232,6 +239,7 @@ class _Fitting:
         self._to_host, self._reserved = to_host, reserved
         self._budgets: dict[int, tuple[int | None, Schedule]] = {}
         self._on_host: dict[int, RunSpec | None] = {}
+        self._least = 0  # bytes that functions need in any tiles
 
     def to_machine(self) -> RunSpec:
         """The run fitted to its device, then to its host."""
@@ -251,24 +259,34 @@ class _Fitting:
         spec, room = self._spec, _room(self._spec, device_bytes)
         if room <= 0:  # refused in any case
             return self._tiled(None)
-        share = 1.0
-        fitted = self._tiled(None) if self._tiles.most(spec.first) <= room else None
+        share, fitted = 1.0, None
+        if self._tiles.most(spec.first) <= room:
+            fitted = self._tiled(None)
         for _ in range(_MAX_TURNS):
             if fitted is not None and _needed(fitted) <= room:
                 break
             fitted = self._tiled(share * room)
+            if self._least > share * room:  # smaller tiles need as much
+                break
             share /= 2
         assert fitted is not None
         if spec.options.device_budget is None and _needed(fitted) > LARGE * device_bytes:
-            fitted = self._faster(fitted)
+            fitted = self._faster(fitted, device_bytes)
         return fitted
 
-    def _faster(self, fitted: RunSpec) -> RunSpec:
+    def _faster(self, fitted: RunSpec, device_bytes: int) -> RunSpec:
         """The run with smaller tiles, if the memory that they free saves time."""
-        trials = [self._tiled(share * _needed(fitted)) for share in _SHARES]
-        best = self._seconds(fitted)
-        # Of two equally fast choices, the larger tiles are taken.
-        for trial in trials:
+        needed, best = _needed(fitted), self._seconds(fitted)
+        found = self._to_its_host(fitted)
+        first, host_room = fitted.first, math.inf if found is None else found.host_room
+        for share in _SHARES:
+            smaller = dataclasses.replace(fitted, temporary_bytes=round(share * needed))
+            left = _left(smaller, device_bytes, self._reserved)
+            bound = least_seconds(first.workload, first.selective, left, host_room)
+            if share * needed < self._least or bound >= (1 - _WORTH) * best:
+                break
+            trial = self._tiled(share * needed)
+            # Of two equally fast choices, the larger tiles are taken.
             if self._seconds(trial) < (1 - _WORTH) * best:
                 fitted, best = trial, self._seconds(trial)
         return fitted
@@ -322,7 +340,10 @@ class _Fitting:
                 break
             needed = more
             fitted = self._with_budget(fitted, needed)
-        return divided(fitted)
+        fitted = divided(fitted)
+        if room is not None and (most := self._tiles.most(fitted.first)) > room:
+            self._least = most
+        return fitted
 
     def _with_budget(self, spec: RunSpec, needed: int) -> RunSpec:
         """The run with the budget that functions of `needed` bytes leave."""

@@ -87,6 +87,7 @@ class _Dividing:
         """See `fit_with_microbatches`."""
         self._run, self._make, self._fit = run, make, fit
         self._device_bytes, self._tiles = device_bytes, tiles
+        self._known: dict[int, int] = {}  # see `_needed_by_one`, by number of microbatches
         of_device, rest = divmod(num_rows, run.num_devices)
         self._numbers = [] if rest else divisors(of_device)
 
@@ -139,8 +140,11 @@ class _Dividing:
         if self._run.device_budget == "minimum" or not fits_machine(fitted, device_bytes):
             return fitted
         while fewer := [n for n in self._numbers if n < fitted.first.microbatches]:
-            spec, enough = self._divided(fewer[-1]), fitted.first.schedule.seconds
+            enough = fitted.first.schedule.seconds
             # Such kernels would be computed in tiles, which are no faster than microbatches.
+            if self._expected_by_one(fewer[-1]) > LARGE * device_bytes:
+                break
+            spec = self._divided(fewer[-1])
             if self._needed_by_one(spec) > LARGE * device_bytes:
                 break
             # A schedule is slow to find, and often the bound tells that none is fast enough.
@@ -238,4 +242,18 @@ class _Dividing:
         """Bytes that a kernel needs with the cotangents of only its own microbatch."""
         first = spec.first
         workload = first.workload.in_waves(first.microbatches)
-        return self._tiles.most(dataclasses.replace(first, workload=workload))
+        needed = self._tiles.most(dataclasses.replace(first, workload=workload))
+        self._known[first.microbatches] = needed
+        return needed
+
+    def _expected_by_one(self, number: int) -> float:
+        """Bytes that a kernel is expected to need, in proportion to rows; 0 if it isn't known.
+
+        Making a run's spec takes long.
+        """
+        fewer = max((n for n in self._known if n <= number), default=None)
+        more = min((n for n in self._known if n > number), default=None)
+        if fewer is None or more is None:
+            return 0.0
+        share = (1 / number - 1 / more) / (1 / fewer - 1 / more)
+        return self._known[more] + share * (self._known[fewer] - self._known[more])
