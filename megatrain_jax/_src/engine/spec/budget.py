@@ -29,6 +29,7 @@ With a batch 20 times as long, functions need 120 GiB, uncounted values 20, the 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -38,7 +39,7 @@ from megatrain_jax._src.engine.schedule.schedule import BudgetError, Schedule
 from megatrain_jax._src.engine.schedule.search import find_schedule
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
-from megatrain_jax._src.engine.spec.step_kernels import step_kernels
+from megatrain_jax._src.engine.spec.step_kernels import group_kernels, step_kernels
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
 from megatrain_jax._src.engine.state.placement import Placement
 
@@ -363,10 +364,14 @@ class _Fitting:
         )
 
     def _needs(self, step: BoundStep) -> int:
-        spec = self._spec
-        return self._kernels.estimate(
-            step_kernels(step, spec.layouts, spec.optimizer, self._placement)
-        )
+        return max(self._tiles.most(step), self._of_groups)
+
+    @functools.cached_property
+    def _of_groups(self) -> int:
+        """Bytes that the functions of all groups need; they depend on no schedule."""
+        spec, first = self._spec, self._spec.first
+        rows = group_kernels(first, spec.layouts, spec.optimizer, self._placement)
+        return max((self._kernels.estimate([kernel]) for _, _, kernel in rows), default=0)
 
 
 def fits_machine(spec: RunSpec, device_bytes: int) -> bool:

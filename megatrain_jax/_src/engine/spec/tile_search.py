@@ -14,6 +14,7 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator
 
+from megatrain_jax._src.common.remembering import IdentityKey
 from megatrain_jax._src.engine.kernels.bound_stage import Divisible, Tiling, in_tiles
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.kernels.kernel import Kernel
@@ -48,15 +49,21 @@ class TileFinder:
         self.cache, self.placement = cache, placement
         self._divisible: dict[Hashable, Divisible] = {}
         self._divided: dict[Hashable, tuple[Kernel, Tiling] | None] = {}
+        # The kernels of a stage, and one kernel of all that are equal.
+        self._of_stages: dict[Hashable, list[Kernel]] = {}
+        self._alike: dict[Hashable, Kernel] = {}
 
     def most(self, step: BoundStep) -> int:
         """The maximum estimated bytes of a stage's function, in its current tiles."""
-        needs = []
+        asked: dict[tuple[int, int], tuple[Kernel, Tiling | None]] = {}
         for number, kernels in self._kernels(step):
             for kernel in kernels:
                 tiling = step.stages[number].tiles.get(kernel.name)
-                divided = tiling and self._in_tiles(kernel, tiling.num_tiles)
-                needs.append(divided[1] if divided else self.cache.estimate([kernel]))
+                asked[id(kernel), tiling.num_tiles if tiling else 0] = kernel, tiling
+        needs = []
+        for kernel, tiling in asked.values():
+            divided = tiling and self._in_tiles(kernel, tiling.num_tiles)
+            needs.append(divided[1] if divided else self.cache.estimate([kernel]))
         return max(needs)
 
     def within(self, step: BoundStep, room: float, *, training: bool = True) -> BoundStep:
@@ -69,11 +76,14 @@ class TileFinder:
             training: Whether it is a training step, not an evaluation.
         """
         # Kernels that this schedule doesn't run keep their tiles, because a later one may run them.
-        stages = list(step.stages)
+        stages, fewest = list(step.stages), dict[int, Tiling | None]()
         for number, kernels in self._kernels(step, training):
             name = kernels[0].name
             tiles = {k: v for k, v in stages[number].tiles.items() if k != name}
-            if found := [tiling for k in kernels if (tiling := self._fewest(k, room))]:
+            for kernel in kernels:
+                if id(kernel) not in fewest:
+                    fewest[id(kernel)] = self._fewest(kernel, room)
+            if found := [tiling for k in kernels if (tiling := fewest[id(k)])]:
                 tiles[name] = max(found, key=lambda tiling: tiling.num_tiles)
             stages[number] = dataclasses.replace(stages[number], tiles=tiles)
         return dataclasses.replace(step, stages=tuple(stages))
@@ -83,7 +93,8 @@ class TileFinder:
     ) -> Iterator[tuple[int, list[Kernel]]]:
         """The undivided kernels of the stages that a step runs, with the stages' numbers.
 
-        Kernels of one computation, for different microbatches, are together.
+        Kernels of one computation, for different microbatches, are together. Equal kernels are the
+        same object, because comparing their keys takes long.
         """
         # `stage_kernels` applies a stage's tiles, so they are removed first.
         bare = [dataclasses.replace(bound, tiles={}) for bound in step.stages]
@@ -91,8 +102,17 @@ class TileFinder:
         instructions = (*schedule.cold, *schedule.flush) if training else schedule.evaluation
         # Together, these lists have every forward and backward.
         for op, number in dict.fromkeys((i.op, i.stage) for i in instructions):
-            if op in (Op.FORWARD, Op.BACKWARD) and number is not None:
-                yield number, list(stage_kernels(whole, op, number, self.placement))
+            if op not in (Op.FORWARD, Op.BACKWARD) or number is None:
+                continue
+            bound, keeps = whole.keeping[number], number in schedule.kept
+            what = bound.stage, bound.binding, bound.mode, bound.residuals, step.program
+            like = op, keeps, step.wave_microbatches, *map(IdentityKey, what)
+            if like not in self._of_stages:
+                kernels = stage_kernels(whole, op, number, self.placement)
+                self._of_stages[like] = [
+                    self._alike.setdefault((k.name, k.key, k.beside_bytes), k) for k in kernels
+                ]
+            yield number, self._of_stages[like]
 
     def _fewest(self, kernel: Kernel, room: float) -> Tiling | None:
         """The fewest tiles with which a kernel fits; None if it fits whole or is indivisible."""
