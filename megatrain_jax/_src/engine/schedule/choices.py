@@ -116,16 +116,13 @@ class Family:
     counts: Sequence[int]
 
 
-def find_families(
-    workload: Workload, selective: Workload | None, budget: int, fits_host: Callable[[Choice], bool]
-) -> Iterator[Family]:
+def find_families(workload: Workload, selective: Workload | None, budget: int) -> Iterator[Family]:
     """The families of choices with saved residuals that fit on the device.
 
     Args:
         workload: See `find_schedule`.
         selective: See `find_schedule`.
         budget: Maximum bytes on the device.
-        fits_host: Returns whether the host has memory for a choice's waiting residuals.
     """
     able, most = len(_ranked(workload)), 0
     for kinds in (workload, selective):
@@ -137,11 +134,11 @@ def find_families(
         return
     # Moving all residuals would fill the host, while each byte of them saves little time.
     if selective is not None:
-        yield (family := _with_offload(selective, budget, fits_host))
+        yield (family := _with_offload(selective, budget))
         most = max(most, *family.counts, 0)
     # If the device can hold the residuals of few stages only, further residuals may be offloaded.
     if most <= _FEW * able:
-        yield _spread_out(workload, budget, fits_host)
+        yield _spread_out(workload, budget)
 
 
 class _Fits:
@@ -184,8 +181,8 @@ def _staying(workload: Workload, budget: int) -> Family:
     return Family(of=of, counts=sorted(_shares(most) | {every} - {0}, reverse=True))
 
 
-def _with_offload(workload: Workload, budget: int, fits_host: Callable[[Choice], bool]) -> Family:
-    """The choice with the most stages that save residuals, if some are offloaded to the host."""
+def _with_offload(workload: Workload, budget: int) -> Family:
+    """Choices from the most stages that save residuals on, if some are offloaded to the host."""
     ranked, fits = _ranked(workload), _Fits(workload, budget)
 
     @functools.cache
@@ -199,14 +196,11 @@ def _with_offload(workload: Workload, budget: int, fits_host: Callable[[Choice],
         return Choice(step=workload, kept=kept, num_offloadable=count - staying)
 
     able = len(ranked)
-    if not able or of(able).least_bytes(0) > budget:
-        return Family(of=of, counts=())
-    if not fits_host(of(able)):
-        able = memory_demand.most_that_fit(able - 1, lambda count: fits_host(of(count)))
-    return Family(of=of, counts=[able] if able else [])
+    fit = able and of(able).least_bytes(0) <= budget
+    return Family(of=of, counts=sorted(_shares(able), reverse=True) if fit else ())
 
 
-def _spread_out(workload: Workload, budget: int, fits_host: Callable[[Choice], bool]) -> Family:
+def _spread_out(workload: Workload, budget: int) -> Family:
     """Choices that offload the residuals of stages far from each other, from few stages on.
 
     The residuals of neighbours would be on the device, and on the link, at the same time. With
@@ -225,7 +219,6 @@ def _spread_out(workload: Workload, budget: int, fits_host: Callable[[Choice], b
     most = memory_demand.most_that_fit(len(stages), lambda count: fits((), stages[:count]))
     while most and of(most).least_bytes(0) > budget:
         most -= 1
-    most = memory_demand.most_that_fit(most, lambda count: fits_host(of(count)))
     return Family(of=of, counts=sorted(_shares(most)))
 
 

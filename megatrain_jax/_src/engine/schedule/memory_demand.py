@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
 
-from megatrain_jax._src.common.keys import PASSING, Key
+from megatrain_jax._src.common.keys import PASSING, Key, Kind
 from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.schedule.tasks import Task, TaskLists, Use
@@ -92,15 +92,22 @@ class _StepsDemands:
 
     @functools.cached_property
     def _existing(self) -> dict[Key, list[tuple[int, int]]]:
-        """For each part that doesn't outlast a step, ranges of tasks that find it existing."""
+        """For each part that doesn't outlast a step, ranges of tasks that find it existing.
+
+        Residuals that no stage saves count as saved, from the task after the stage's forward to its
+        backward.
+        """
         found: dict[Key, list[tuple[int, int]]] = defaultdict(list)
         begun: dict[Key, int] = {}
         for number, task in enumerate(self._tasks):
             for computation in task.computations:
-                for key in computation.creates:
+                op, stage = computation.instruction.op, computation.instruction.stage
+                saved = () if stage is None else (Key(Kind.RESIDUALS, stage),)
+                made = saved if op is Op.FORWARD else ()
+                for key in (*computation.creates, *made):
                     if key.kind in PASSING:
                         begun.setdefault(key, number + 1)
-                for key in computation.kills:
+                for key in (*computation.kills, *(saved if op is Op.BACKWARD else ())):
                     if key in begun:
                         found[key].append((begun.pop(key), number + 1))
         for key, first in begun.items():
@@ -145,33 +152,18 @@ class _StepsDemands:
         # Asked for with many sets of residuals, but few of residents.
         if resident not in self._known:
             self._known[resident] = self._by_task(resident)
-        more = [0] * (len(self._tasks) + 4)
+        more = [0] * (len(self._tasks) + 2)
         for residuals in (staying, moving):
             for stage, size in residuals.items():
-                for first, last in self._spans[stage]:
-                    more[first] += size
+                for first, stop in self._existing[Key(Kind.RESIDUALS, stage)]:
+                    more[first - 1] += size
                     # Residuals that move leave their memory after the next task, and have it again
                     # from the task before their backward on.
-                    if residuals is moving:
-                        more[min(first + 2, last)] -= size
-                        more[last - 1] += size
-                    more[last + 2] -= size
+                    if residuals is moving and stop < len(self._tasks):
+                        more[min(first + 1, stop - 1)] -= size
+                        more[stop - 2] += size
+                    more[stop + 1] -= size
         return max(self._others, *map(add, self._known[resident], accumulate(more)))
-
-    @functools.cached_property
-    def _spans(self) -> dict[int, list[tuple[int, int]]]:
-        """For each stage, pairs of tasks with a forward and the backward that follows it."""
-        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        begun: dict[int, int] = {}
-        for number, task in enumerate(self._tasks):
-            for row in (computation.instruction for computation in task.computations):
-                if row.op is Op.FORWARD and row.stage is not None:
-                    begun.setdefault(row.stage, number)
-                elif row.op is Op.BACKWARD and row.stage in begun:
-                    found[row.stage].append((begun.pop(row.stage), number))
-        for stage, first in begun.items():
-            found[stage].append((first, len(self._tasks) + 1))
-        return found
 
     def next_uses_that_fit(self, limit: int, resident: frozenset[Key]) -> int:
         """See the function `next_uses_that_fit`."""
@@ -268,25 +260,4 @@ def most_that_fit(limit: int, fits: Callable[[int], bool]) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
-
-
-def most_within(limit: int, needed: Callable[[int], int], number: int, most: int) -> int:
-    """The largest number with a need within a limit; 0 is within it.
-
-    Args:
-        limit: The limit.
-        needed: Returns the need of a number; it grows with the number, about in proportion.
-        number: A number that needs more than the limit.
-        most: Its need.
-    """
-    low, high, least, turn = 0, number, needed(0), 0
-    while high - low > 1:
-        # In turn, by proportion and in the middle.
-        share = 0.5 if turn % 2 else (limit - least) / (most - least)
-        guess, turn = min(high - 1, low + max(1, round(share * (high - low)))), turn + 1
-        if (found := needed(guess)) <= limit:
-            low, least = guess, found
-        else:
-            high, most = guess, found
     return low

@@ -26,7 +26,6 @@ Nine groups don't fit, because streaming the remaining groups needs memory as we
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -34,14 +33,11 @@ from dataclasses import dataclass
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.engine.schedule.choices import Choice, Family, find_families
-from megatrain_jax._src.engine.schedule.memory_demand import least_bytes, most_within
+from megatrain_jax._src.engine.schedule.memory_demand import least_bytes, most_that_fit
 from megatrain_jax._src.engine.schedule.schedule import BudgetError, Schedule
 from megatrain_jax._src.engine.schedule.tasks import build_task_lists
 from megatrain_jax._src.engine.schedule.timed_steps import Steps, at_rest, write_steps
-from megatrain_jax._src.engine.schedule.transient_host_bytes import (
-    find_waiting,
-    least_transient_host_bytes,
-)
+from megatrain_jax._src.engine.schedule.transient_host_bytes import find_waiting
 from megatrain_jax._src.engine.schedule.workload import Workload
 
 # The number of resident counts to try at most, of all that fit.
@@ -82,8 +78,7 @@ def find_schedule(
         raise BudgetError(budget, smallest)
     families = [Family(of=lambda _: nothing_kept, counts=[0])]
     if room.device > smallest:
-        may_fit = functools.partial(_may_fit, room)
-        families = [*find_families(workload, selective, room.device, may_fit), *families]
+        families = [*find_families(workload, selective, room.device), *families]
     found = _Search(room)
     found.try_families(families)
     return _finished(found.best, smallest)
@@ -190,7 +185,7 @@ class _Search:
         keeping whole groups needs the least host memory for arrays in flight. If the host lacks
         memory, activations stay first.
         """
-        candidates = self._by_residents(choice)
+        candidates = _by_residents(choice, self._room)
         steps = next(candidates)
         best = before = self.note(choice, steps)
         if best[0]:
@@ -200,7 +195,7 @@ class _Search:
         elif choice.step.waves == 1:
             choice = dataclasses.replace(choice, masters_first=True)
         if choice.spares_host or choice.masters_first:
-            candidates, before = self._by_residents(choice), (math.inf, math.inf)
+            candidates, before = _by_residents(choice, self._room), (math.inf, math.inf)
         for steps in candidates:
             rank = self.note(choice, steps)
             best = min(best, rank)
@@ -217,29 +212,20 @@ class _Search:
         """Whether other residents could make a step faster."""
         return steps.seconds > (1 + _ALIKE) * choice.computing
 
-    def _by_residents(self, choice: Choice) -> Iterator[Steps]:
-        """The steps of a choice, for several numbers of resident parts, from the most on."""
-        lists, units, limit = choice.lists, choice.units, self._room.device
-        # With all units resident nothing moves, so a higher limit would not help.
-        if limit >= (needed := choice.least_bytes(len(units))):
-            yield write_steps(lists, needed, choice.residents(len(units)))
-            return
-        most = most_within(limit, choice.least_bytes, len(units), needed)
-        shares = range(_NUM_CANDIDATES, -1, -1)
-        # With fewer residents more bytes move, but more of them in advance.
-        for count in dict.fromkeys(round(most * share / _NUM_CANDIDATES) for share in shares):
-            yield write_steps(lists, limit, choice.residents(count))
 
-
-def _may_fit(room: _Room, choice: Choice) -> bool:
-    """Whether the host has memory for at least one variant of a choice."""
-    if math.isinf(room.host):
-        return True
-    if least_transient_host_bytes(choice.lists, room.device) > room.host:
-        return False
-    search = _Search(room)
-    search.try_choice(dataclasses.replace(choice, spares_host=True))
-    return search.best.fits_host(room.host)
+def _by_residents(choice: Choice, room: _Room) -> Iterator[Steps]:
+    """The steps of a choice, for several numbers of resident parts, from the most on."""
+    lists, units, limit = choice.lists, choice.units, room.device
+    # With all units resident nothing moves, so a higher limit would not help.
+    if limit >= (needed := choice.least_bytes(len(units))):
+        yield write_steps(lists, needed, choice.residents(len(units)))
+        return
+    # The bytes needed grow with the number of units, so `most_that_fit` can use bisection.
+    most = most_that_fit(len(units), lambda count: choice.least_bytes(count) <= limit)
+    shares = range(_NUM_CANDIDATES, -1, -1)
+    # With fewer residents more bytes move, but more of them in advance.
+    for count in dict.fromkeys(round(most * share / _NUM_CANDIDATES) for share in shares):
+        yield write_steps(lists, limit, choice.residents(count))
 
 
 def whole_schedule(workload: Workload, schedule: Schedule) -> Schedule:

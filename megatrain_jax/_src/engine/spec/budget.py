@@ -34,12 +34,13 @@ import math
 from collections.abc import Callable
 
 from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.schedule.least_time import least_seconds
 from megatrain_jax._src.engine.schedule.schedule import BudgetError, Schedule
 from megatrain_jax._src.engine.schedule.search import find_schedule
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
-from megatrain_jax._src.engine.spec.step_kernels import group_kernels, step_kernels
+from megatrain_jax._src.engine.spec.step_kernels import numbered_kernels, step_kernels
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
 from megatrain_jax._src.engine.state.placement import Placement
 
@@ -50,8 +51,8 @@ LARGE = 0.2
 """If functions need more than this fraction of device memory, smaller tiles are tried."""
 # Fractions of the functions' memory to try instead, if it exceeds `LARGE` of the device.
 _SHARES = (0.5, 0.25)
-# Fraction of a step's estimated time that smaller tiles must save.
-_WORTH = 0.05
+WORTH = 0.05
+"""Fraction of a step's estimated time that smaller tiles, parts of blocks or waves must save."""
 # A function with a shorter estimate, in seconds, compiles quickly.
 _QUICK = 0.5
 # All parts of blocks together save at most this multiple of what two parts save.
@@ -110,7 +111,7 @@ def _pays(found: RunSpec, best: RunSpec) -> bool:
     take a second each.
     """
     costs, seconds = best.first.workload.costs, best.first.schedule.seconds
-    if found.first.schedule.seconds < (1 - _WORTH) * seconds:
+    if found.first.schedule.seconds < (1 - WORTH) * seconds:
         return True
     is_quick = max(costs.backward) / best.first.wave_microbatches <= _QUICK
     has_fewer = _num_tiles(found.first) < _num_tiles(best.first)
@@ -179,7 +180,7 @@ def _faster_in_parts(
         return whole
     trial = fitted(finer)
     fits = trial.fits_host and least_device_bytes(trial) <= device_bytes
-    is_faster = trial.first.schedule.seconds < (1 - _WORTH) * schedule.seconds
+    is_faster = trial.first.schedule.seconds < (1 - WORTH) * schedule.seconds
     return trial if fits and is_faster else whole
 
 
@@ -284,11 +285,11 @@ class _Fitting:
             smaller = dataclasses.replace(fitted, temporary_bytes=round(share * needed))
             left = _left(smaller, device_bytes, self._reserved)
             bound = least_seconds(first.workload, first.selective, left, host_room)
-            if share * needed < self._least or bound >= (1 - _WORTH) * best:
+            if share * needed < self._least or bound >= (1 - WORTH) * best:
                 break
             trial = self._tiled(share * needed)
             # Of two equally fast choices, the larger tiles are taken.
-            if self._seconds(trial) < (1 - _WORTH) * best:
+            if self._seconds(trial) < (1 - WORTH) * best:
                 fitted, best = trial, self._seconds(trial)
         return fitted
 
@@ -370,8 +371,9 @@ class _Fitting:
     def _of_groups(self) -> int:
         """Bytes that the functions of all groups need; they depend on no schedule."""
         spec, first = self._spec, self._spec.first
-        rows = group_kernels(first, spec.layouts, spec.optimizer, self._placement)
-        return max((self._kernels.estimate([kernel]) for _, _, kernel in rows), default=0)
+        rows = numbered_kernels(first, spec.layouts, spec.optimizer, self._placement)
+        of_groups = [kernel for op, _, kernel in rows if op in (Op.REDUCE, Op.UPDATE)]
+        return self._kernels.estimate(of_groups) if of_groups else 0
 
 
 def fits_machine(spec: RunSpec, device_bytes: int) -> bool:

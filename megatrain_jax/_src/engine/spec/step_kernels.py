@@ -1,8 +1,7 @@
 """The kernels of a step."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from jax.typing import DTypeLike
 
@@ -94,31 +93,13 @@ def numbered_kernels(
     training: bool = True,
 ) -> Iterator[tuple[Op, int, Kernel]]:
     """The operations of all stages and groups, the stage's or group's number, and the kernels."""
-    for op, stage, _ in _computations(step, training=training):
-        if op in (Op.FORWARD, Op.BACKWARD) and stage is not None:
-            for kernel in stage_kernels(step, op, stage, placement):
-                yield op, stage, kernel
-    yield from group_kernels(step, layouts, cut, placement, training=training)
-
-
-def group_kernels(
-    step: BoundStep,
-    layouts: Sequence[GroupLayout],
-    cut: OptimizerCut,
-    placement: Placement,
-    *,
-    training: bool = True,
-) -> Iterator[tuple[Op, int, Kernel]]:
-    """The operations of all groups, the group's number, and the kernels."""
-    for op, _, group in _computations(step, training=training):
-        if op in (Op.REDUCE, Op.UPDATE) and group is not None:
-            gradient = step.gradient_dtypes[group]
-            yield op, group, group_kernel(op, group, cut, layouts, gradient, placement)
-
-
-def _computations(step: BoundStep, *, training: bool) -> Iterable[tuple[Op, Any, Any]]:
-    """The computations of a step, without their order: operation, stage and group."""
     lists = step.schedule
     # Together, the cold list and the flush have all computations of a steady step.
     instructions = (*lists.cold, *lists.flush) if training else lists.evaluation
-    return dict.fromkeys((i.op, i.stage, i.group) for i in instructions)
+    for op, stage, group in dict.fromkeys((i.op, i.stage, i.group) for i in instructions):
+        if op in (Op.FORWARD, Op.BACKWARD) and stage is not None:
+            for kernel in stage_kernels(step, op, stage, placement):
+                yield op, stage, kernel
+        elif op in (Op.REDUCE, Op.UPDATE) and group is not None:
+            gradient = step.gradient_dtypes[group]
+            yield op, group, group_kernel(op, group, cut, layouts, gradient, placement)

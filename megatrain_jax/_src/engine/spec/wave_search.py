@@ -25,13 +25,10 @@ from megatrain_jax._src.common.sizes import divisors
 from megatrain_jax._src.engine.schedule.least_time import least_seconds
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
 from megatrain_jax._src.engine.schedule.workload import Workload
-from megatrain_jax._src.engine.spec.budget import fits_machine
+from megatrain_jax._src.engine.spec.budget import WORTH, fits_machine
 from megatrain_jax._src.engine.spec.rescheduled import in_waves
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 
-# Fraction of a step's estimated time that several waves must save, because small microbatches and
-# two-way traffic cost somewhat more than the clock estimates.
-_WORTH = 0.05
 # A step with fewer tokens than so many balanced waves waits for the link in any case.
 _FEWEST = 2
 
@@ -81,15 +78,16 @@ def fit_in_waves(
         return fitted(1)
     # With the minimum budget, speed is not a goal.
     is_one = spec.options.device_budget == "minimum" or balanced < _FEWEST
-    # A schedule is slow to find, and often the bound tells that one wave takes too long.
-    may_be_one = is_one or bound(1) * (1 - _WORTH) <= least
+    # Several waves have to save time, because small microbatches and two-way traffic cost somewhat
+    # more than the clock estimates. Often the bound tells that one wave takes too long.
+    may_be_one = is_one or bound(1) * (1 - WORTH) <= least
     if may_be_one and not math.isinf(one := seconds(1)):
-        if is_one or one * (1 - _WORTH) <= least:
+        if is_one or one * (1 - WORTH) <= least:
             return fitted(1)
     best = lowest(several, balanced, seconds, bound)
     if math.isinf(seconds(best)):
         return fitted(1)
-    worth = seconds(best) / (1 - _WORTH)
+    worth = seconds(best) / (1 - WORTH)
     is_best = worth < bound(1) or worth < seconds(1)
     return fitted(best if is_best else 1)
 
