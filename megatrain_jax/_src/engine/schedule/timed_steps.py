@@ -29,10 +29,8 @@ from megatrain_jax._src.engine.schedule.transient_host_bytes import (
 )
 from megatrain_jax._src.engine.schedule.workload import Workload
 
-# The minimum number of steps until the clock's times repeat. With waves, the first waves of a step
-# have the same effect.
+# The minimum number of steps until the clock's times repeat; with waves, one step has this effect.
 _MIN_STEPS = 2
-_MIN_STEPS_OF_WAVES = 1
 # Relative difference up to which two steps count as equally long.
 _SETTLED = 1e-3
 # Maximum number of repetitions of a step until two in a row are equally long.
@@ -133,7 +131,7 @@ def _write_steps(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Step
     # leftovers, until one leaves no more than that. This ends, because the union only grows and the
     # number of parts is finite.
     begin, covered, num_steps, seconds = cold.next_step(num_tasks, boundary), False, 0, math.nan
-    least = _MIN_STEPS if lists.workload.waves == 1 else _MIN_STEPS_OF_WAVES
+    least = _MIN_STEPS if lists.workload.waves == 1 else 1
     while not covered or num_steps < least:
         steady = begin.next_step(0, boundary)
         steady.run(lists.steady, lists.steady, boundary)

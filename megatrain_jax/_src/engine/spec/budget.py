@@ -57,8 +57,7 @@ WORTH = 0.05
 _QUICK = 0.5
 # All parts of blocks together save at most this multiple of what two parts save.
 _MOST_SAVED = 4
-# Maximum number of times that tiles shrink because functions need more than was left for them, and
-# of times that functions are compiled.
+# Maximum number of times that functions are compiled.
 _MAX_TURNS = 3
 
 
@@ -261,17 +260,9 @@ class _Fitting:
         spec, room = self._spec, _room(self._spec, device_bytes)
         if room <= 0:  # refused in any case
             return self._tiled(None)
-        share, fitted = 1.0, None
-        if self._tiles.most(spec.first) <= room:
-            fitted = self._tiled(None)
-        for _ in range(_MAX_TURNS):
-            if fitted is not None and _needed(fitted) <= room:
-                break
-            fitted = self._tiled(share * room)
-            if self._least > share * room:  # smaller tiles need as much
-                break
-            share /= 2
-        assert fitted is not None
+        # With saved residuals, functions may need more.
+        if self._tiles.most(spec.first) > room or _needed(fitted := self._tiled(None)) > room:
+            fitted = self._tiled(room)
         if spec.options.device_budget is None and _needed(fitted) > LARGE * device_bytes:
             fitted = self._faster(fitted, device_bytes)
         return fitted

@@ -32,7 +32,7 @@ from megatrain_jax._src.engine.spec.budget import LARGE, RESERVED, fits_machine
 from megatrain_jax._src.engine.spec.cut_run import reason_against_microbatches
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
-from megatrain_jax._src.engine.spec.wave_search import fit_in_waves
+from megatrain_jax._src.engine.spec.wave_search import fit_in_waves, least_in_waves
 
 # Fraction of device memory that the temporaries of a microbatch's kernel may take.
 _SHARE = 1 / 8
@@ -178,16 +178,7 @@ class _Dividing:
     def _least_seconds(self, spec: RunSpec, device_bytes: int, host_room: float) -> float:
         """A lower bound of a step's time in the run's microbatches, in any number of waves."""
         first, room = spec.first, self._room(spec, device_bytes)
-        return min(
-            least_seconds(
-                first.workload.in_waves(n),
-                first.selective and first.selective.in_waves(n),
-                room,
-                host_room,
-            )
-            for n in range(1, first.microbatches + 1)
-            if first.microbatches % n == 0
-        )
+        return min(least_in_waves(first, n, room, host_room) for n in divisors(first.microbatches))
 
     def _divided(self, number: int) -> RunSpec:
         """The run in a number of microbatches."""

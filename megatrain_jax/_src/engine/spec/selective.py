@@ -23,8 +23,7 @@ from typing import Any
 
 from megatrain_jax._src.engine.kernels.bound_stage import Residuals, find_residuals, is_kept
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.float8 import is_float8_product
-from megatrain_jax._src.engine.program.flops import count_flops, is_attention, is_float32_product
+from megatrain_jax._src.engine.program.flops import flops_by_kind
 from megatrain_jax._src.engine.program.loss.stages import Stage
 from megatrain_jax._src.engine.state.hardware import Hardware
 
@@ -67,16 +66,11 @@ def seconds_per_byte(
     num_bytes = _bytes_by_kind(every)
     seconds: dict[Hashable, float] = {}
     for kind in num_bytes:
-
-        def is_made(eqn: Any, kind: Hashable = kind) -> bool:
-            return _kind_of(eqn) == kind
-
-        flops = count_flops(stage.jaxpr, is_made)
-        attention = count_flops(stage.jaxpr, lambda e, made=is_made: made(e) and is_attention(e))
         # All equations of a kind are counted together, like their bytes.
-        float8 = count_flops(stage.jaxpr, lambda e, made=is_made: made(e) and is_float8_product(e))
-        wide = count_flops(stage.jaxpr, lambda e, made=is_made: made(e) and is_float32_product(e))
-        seconds[kind] = hardware.compute_seconds(flops, attention, float8=float8, float32=wide)
+        of = flops_by_kind(stage.jaxpr, lambda eqn, kind=kind: _kind_of(eqn) == kind)
+        seconds[kind] = hardware.compute_seconds(
+            of.total, of.attention, float8=of.float8, float32=of.float32
+        )
     least = _COSTLY * sum(seconds.values()) / max(1, sum(num_bytes.values()))
     found = {kind: seconds[kind] / size for kind, size in num_bytes.items()}
     return {kind: (cost, cost >= least) for kind, cost in found.items()}

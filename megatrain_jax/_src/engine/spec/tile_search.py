@@ -14,7 +14,6 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator
 
-from megatrain_jax._src.common.remembering import IdentityKey
 from megatrain_jax._src.engine.kernels.bound_stage import Divisible, Tiling, in_tiles
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.kernels.kernel import Kernel
@@ -49,9 +48,7 @@ class TileFinder:
         self.cache, self.placement = cache, placement
         self._divisible: dict[Hashable, Divisible] = {}
         self._divided: dict[Hashable, tuple[Kernel, Tiling] | None] = {}
-        # The kernels of a stage, and one kernel of all that are equal.
-        self._of_stages: dict[Hashable, list[Kernel]] = {}
-        self._alike: dict[Hashable, Kernel] = {}
+        self._alike: dict[Hashable, Kernel] = {}  # one kernel of all that are equal
 
     def most(self, step: BoundStep) -> int:
         """The maximum estimated bytes of a stage's function, in its current tiles."""
@@ -102,17 +99,11 @@ class TileFinder:
         instructions = (*schedule.cold, *schedule.flush) if training else schedule.evaluation
         # Together, these lists have every forward and backward.
         for op, number in dict.fromkeys((i.op, i.stage) for i in instructions):
-            if op not in (Op.FORWARD, Op.BACKWARD) or number is None:
-                continue
-            bound, keeps = whole.keeping[number], number in schedule.kept
-            what = bound.stage, bound.binding, bound.mode, bound.residuals, step.program
-            like = op, keeps, step.wave_microbatches, *map(IdentityKey, what)
-            if like not in self._of_stages:
-                kernels = stage_kernels(whole, op, number, self.placement)
-                self._of_stages[like] = [
-                    self._alike.setdefault((k.name, k.key, k.beside_bytes), k) for k in kernels
-                ]
-            yield number, self._of_stages[like]
+            if op in (Op.FORWARD, Op.BACKWARD) and number is not None:
+                found = stage_kernels(whole, op, number, self.placement)
+                # Equal kernels of different steps may run beside different bytes.
+                alike = ((k, (k.name, k.key, k.beside_bytes)) for k in found)
+                yield number, [self._alike.setdefault(like, k) for k, like in alike]
 
     def _fewest(self, kernel: Kernel, room: float) -> Tiling | None:
         """The fewest tiles with which a kernel fits; None if it fits whole or is indivisible."""

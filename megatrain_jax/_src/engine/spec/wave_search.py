@@ -25,6 +25,7 @@ from megatrain_jax._src.common.sizes import divisors
 from megatrain_jax._src.engine.schedule.least_time import least_seconds
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
 from megatrain_jax._src.engine.schedule.workload import Workload
+from megatrain_jax._src.engine.spec.bound_step import BoundStep
 from megatrain_jax._src.engine.spec.budget import WORTH, fits_machine
 from megatrain_jax._src.engine.spec.rescheduled import in_waves
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
@@ -66,12 +67,11 @@ def fit_in_waves(
         return found.first.schedule.seconds if fits else math.inf
 
     def bound(waves: int) -> float:
-        room, selective = min(room_bytes, spec.budget_bytes or math.inf), spec.first.selective
-        workload = spec.first.workload.in_waves(waves)
-        return least_seconds(workload, selective and selective.in_waves(waves), room, host_room)
+        room = min(room_bytes, spec.budget_bytes or math.inf)
+        return least_in_waves(spec.first, waves, room, host_room)
 
     workload = spec.first.workload.in_waves(1)
-    balanced, least = _balanced(workload), _least_seconds(workload)
+    balanced, least = _balanced(workload), least_seconds(workload)
     number = spec.first.microbatches
     several = divisors(number)[1:]
     if not several:
@@ -90,6 +90,12 @@ def fit_in_waves(
     worth = seconds(best) / (1 - WORTH)
     is_best = worth < bound(1) or worth < seconds(1)
     return fitted(best if is_best else 1)
+
+
+def least_in_waves(step: BoundStep, waves: int, room: float, host_room: float) -> float:
+    """A lower bound of a step's seconds in a number of waves; see `least_seconds`."""
+    selective = step.selective and step.selective.in_waves(waves)
+    return least_seconds(step.workload.in_waves(waves), selective, room, host_room)
 
 
 def lowest(
@@ -126,11 +132,4 @@ def _balanced(workload: Workload) -> float:
         per_byte * sum(sizes.get(kind, 0) for sizes in workload.sizes)
         for kind in (Kind.MASTERS, Kind.GRADIENT)
     )
-    return _least_seconds(workload) / max(2 * masters + sums, 1e-9)
-
-
-def _least_seconds(workload: Workload) -> float:
-    """Seconds of computation in a step if all stages save residuals, without waits."""
-    costs = workload.costs
-    each = sum(costs.forward) + sum(costs.backward) - sum(costs.recompute)
-    return workload.waves * each + sum(costs.update)
+    return least_seconds(workload) / max(2 * masters + sums, 1e-9)
