@@ -1,6 +1,7 @@
 """Checkpoints in object stores keep the promises of those on disks; here the store is in memory."""
 
 import contextlib
+import errno
 import itertools
 import json
 import re
@@ -366,6 +367,19 @@ def test_a_store_without_conditions_is_told(place, monkeypatch):
     with warns(UserWarning, place, "locked"):
         small.fit(str(place), 2)
     assert names(place) == ["2"]
+
+
+def test_a_finished_run_in_a_store_that_cannot_be_written_returns(place, monkeypatch):
+    result = small.fit(str(place), 2)
+
+    def read_only(*args, **options):
+        raise PermissionError(errno.EACCES, "not yours", str(place))
+
+    monkeypatch.setattr(ObjectPath, "_write", read_only)
+    again = small.fit(str(place), 2)
+    check_same_bits(again.trainer.params, result.trainer.params)
+    with refuses(mt.CheckpointError, f"`checkpoint_dir`={place}", "not yours"):
+        small.fit(str(place), 3)
 
 
 # ---- errors

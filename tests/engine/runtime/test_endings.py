@@ -28,8 +28,6 @@ from object_server import BUCKET, s3_server
 from places import HELPERS, ROOT
 from ports import free_port
 
-pytestmark = pytest.mark.exhaustive
-
 SCRIPT = HELPERS / "ending.py"
 # A minute for all processes to end; the machine may be busy with other tests.
 SECONDS = 60
@@ -161,7 +159,8 @@ def last_error(printed: str) -> str:
 
 
 # The number of processes, and the one that something happens to. The first one runs JAX's service.
-CASES = [(2, 0), (2, 1), (4, 0), (4, 2)]
+CASES = [pytest.param(2, victim, marks=pytest.mark.exhaustive) for victim in (0, 1)]
+CASES += [pytest.param(4, victim, marks=pytest.mark.long) for victim in (0, 2)]
 each_case = pytest.mark.parametrize(("count", "victim"), CASES)
 
 
@@ -258,6 +257,7 @@ def test_a_cable_that_is_cut_ends_both_sides(tmp_path, count, victim):
         runs.check_resumed()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("event", "act"), [("kill", ""), ("slow", "1")])
 def test_checkpoints_in_s3_are_resumed_from_without_a_folder_that_is_shared(tmp_path, event, act):
     pytest.importorskip("moto.server", reason="needs pip install 'moto[server]'")
