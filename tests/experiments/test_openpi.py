@@ -70,6 +70,10 @@ class Rows:
     Those of openpi's own `FakeDataset` mask all images and words, and so train no tower.
     """
 
+    def __init__(self, length: int):
+        """Makes rows with prompts of this length."""
+        self.length = length
+
     def __len__(self) -> int:
         return 12
 
@@ -80,23 +84,26 @@ class Rows:
             "image": {n: rng.integers(0, 256, (224, 224, 3)).astype(np.uint8) for n in names},
             "image_mask": dict(zip(names, (True, True, bool(index % 2)), strict=True)),
             "state": rng.normal(size=32).astype(np.float32),
-            "tokenized_prompt": rng.integers(0, 2048, 48).astype(np.int32),
-            "tokenized_prompt_mask": np.arange(48) < 5 + index,
+            "tokenized_prompt": rng.integers(0, 2048, self.length).astype(np.int32),
+            "tokenized_prompt_mask": np.arange(self.length) < 5 + index,
             "actions": rng.normal(size=(50, 32)).astype(np.float32),
         }
 
 
-@pytest.fixture
-def config(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The repository's "debug" in fp32, with a small tower for images and a small vocabulary."""
+@pytest.fixture(params=["debug"])
+def config(
+    request: pytest.FixtureRequest, script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Any:
+    """A configuration in fp32, with a small tower for images and a small vocabulary."""
     gemma, siglip = script.part("models.gemma"), script.part("models.siglip")
     data_loader, optimizer = script.part("training.data_loader"), script.part("training.optimizer")
 
     decoded = siglip.decode_variant
     monkeypatch.setattr(siglip, "decode_variant", lambda _: {**decoded("mu/14"), "depth": 2})
     monkeypatch.setattr(gemma, "PALIGEMMA_VOCAB_SIZE", 2048)
-    monkeypatch.setattr(data_loader, "create_torch_dataset", lambda *_: Rows())
-    debug = script.part("training.config").get_config("debug")
+    debug = script.part("training.config").get_config(request.param)
+    rows = Rows(debug.model.max_token_len)
+    monkeypatch.setattr(data_loader, "create_torch_dataset", lambda *_: rows)
     return dataclasses.replace(
         debug,
         model=dataclasses.replace(debug.model, dtype="float32"),
@@ -139,6 +146,7 @@ def ours(script: Any, config: Any, **options: Any) -> Any:
     return script.train(config, compute="float32", progress=False, mesh=mesh, **options)
 
 
+@pytest.mark.parametrize("config", ["debug", "debug_pi05"], indirect=True)
 def test_steps_are_those_of_openpi_and_it_loads_their_policy(script: Any, config: Any):
     trainer = ours(script, config)
     state, losses = plain(script, config)
