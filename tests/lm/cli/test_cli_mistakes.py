@@ -129,6 +129,14 @@ def test_sizes_and_tokenizers_are_checked_first(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_in_an_object_store_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["finetune", "--model", "m", "--data", "d", "--out", "s3://bucket/run"]
+    assert main(words) == 2
+    assert tells(capsys.readouterr().err, "`out`=s3://bucket/run", "disk")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_flag_needs_no_value(tmp_path, capsys):
     words = ["finetune", "--model", "m", "--data", "d", "--out", str(tmp_path), "--keep-best"]
     assert main([*words, "--eval-every", "2", "--print-config"]) == 0

@@ -186,7 +186,10 @@ class RunSettings(Settings):
         if self.learning_rate is None:
             # So that the settings of a run have the number, whatever later defaults are.
             object.__setattr__(self, "learning_rate", self._default_rate)
-        checks.path("out", self.out)
+        if "://" in checks.path("out", self.out):
+            raise ValueError(
+                f"`out`={self.out} is a URL, but a run's folder is on a local or mounted disk"
+            )
         if not self.sources:
             raise ValueError("`data` is empty: it names no file")
         self.check_each(checks.integer, "keep log_every microbatches checkpoint_every")
