@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from decoder import LOSSES, Decoder, random_batch
 from dispatch import dispatch_seconds
@@ -37,6 +38,7 @@ from shapes import Shape, add_shape_options, chosen_shape
 from timing import MIN_STEPS, Times, Work, time_from_rest, time_long_steps, time_steps
 
 import megatrain_jax as mt
+from megatrain_jax._src.common.sizes import rate_of
 from megatrain_jax._src.engine.spec import bound_step as steps
 
 # The first step compiles and starts at rest, the second compiles what only a steady step does.
@@ -112,8 +114,18 @@ def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
         ),
         device_budget=budget(args.device_budget),
         host_budget=args.host_budget,
-        mesh=jax.make_mesh((args.devices,), ("data",), devices=jax.devices()[: args.devices]),
+        disk_dir=args.disk_dir,
+        hardware=chosen_hardware(args.network),
+        # `jax.make_mesh` refuses devices of several hosts.
+        mesh=jax.sharding.Mesh(np.array(jax.devices()[: args.devices]), ("data",)),
     )
+
+
+def chosen_hardware(network: str | None) -> mt.Hardware | None:
+    """Returns this machine with a rate between hosts, or None for the machine as it is."""
+    if network is None:
+        return None
+    return dataclasses.replace(mt.this_machine(), network_bytes_per_s=rate_of("network", network))
 
 
 def own_part(batch: dict[str, Any]) -> dict[str, Any]:
@@ -260,6 +272,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--host-budget", help="host memory for the whole process, as in 62GiB; else what is there"
     )
+    parser.add_argument(
+        "--disk-dir", help="folder for state that the host budget leaves no room for"
+    )
+    parser.add_argument("--network", help="rate between hosts, for the plan, as in 10GB/s")
     parser.add_argument("--loss", choices=LOSSES, default="own", help="see decoder.py")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     for held in ("master", "state", "sums"):
@@ -271,7 +287,7 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         nargs=3,
         metavar=("INDEX", "COUNT", "PORT"),
-        help="be one of so many processes with a GPU each; the first one writes the result",
+        help="be one of so many processes that share the GPUs; the first one writes the result",
     )
     parser.add_argument("--steps", type=int, default=MIN_STEPS, help="steps that the mean is of")
     parser.add_argument(
@@ -297,7 +313,9 @@ def main() -> None:
     args = parse_arguments()
     if args.join is not None:
         index, count, port = args.join
-        only = None if os.environ.get("JAX_PLATFORMS") == "cpu" else [index]
+        each = max(1, args.devices // count)
+        own = list(range(index * each, (index + 1) * each))
+        only = None if os.environ.get("JAX_PLATFORMS") == "cpu" else own
         jax.distributed.initialize(f"localhost:{port}", count, index, local_device_ids=only)
     shape, origin = chosen_shape(args), find_origin(args)
     figures = measure(args, shape)
@@ -309,6 +327,8 @@ def main() -> None:
         "sizes": dataclasses.asdict(shape),
         "device_budget": args.device_budget,
         "host_budget": args.host_budget,
+        "disk_dir": args.disk_dir,
+        "network": args.network,
         "clip": args.clip,
         "optimizer": args.optimizer,
         "microbatches": args.microbatches,

@@ -144,6 +144,11 @@ RUN = {
         ("Least", *NO_BYTES),
     ),
     "host_budget": Argument((None, 2**36, np.int64(2**36), "64GiB", "70 GB"), ("least", *NO_BYTES)),
+    "disk_dir": Argument(
+        (None, "/tmp", [Path("/tmp"), "/var/tmp"]),
+        ([], [3], {"/tmp"}, *(x for x in NO_PATHS if x != ["there"])),
+    ),
+    "disk_budget": Argument((None,), NO_BYTES),
     "trainable": Argument(
         (
             *(None, "layers", ["layers"], ("0", "w$"), lambda path: True, ..., True),
@@ -199,6 +204,7 @@ MACHINE = {
     ),
     "num_gpus": Argument((None, 1, np.int64(1), Index(1)), NO_COUNTS),
     "hosts": Argument((None,), NO_COUNTS),
+    "disk": Argument((None,), ("fast", "7 read, 2 write", "1GB/s read", (1.0,), -1.0, 0, True)),
     "network": Argument(
         (None,), (0, -1, True, float("nan"), 1j, [64], "400", "400GB", "0Gb/s", "", "fast")
     ),

@@ -21,7 +21,7 @@ BLOCK = dict(zip(OF_GROUPS, (4, 8, 4), strict=True))
 
 def host(seconds: float) -> Link:
     """A link to the host over which a byte takes as long either way."""
-    return Link(name="host", inward=seconds, outward=seconds)
+    return Link(inward=seconds, outward=seconds)
 
 
 def random_workload(seed: int) -> Workload:

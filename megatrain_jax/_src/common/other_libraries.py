@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 RUN_OPTIONS = (
-    "params microbatches waves precision device_budget host_budget trainable eval_loss_fn "
-    "on_nonfinite ema_decay max_skipped seed hardware mesh"
+    "params microbatches waves precision device_budget host_budget disk_dir disk_budget "
+    "trainable eval_loss_fn on_nonfinite ema_decay max_skipped seed hardware mesh"
 ).split()
 LOOP_OPTIONS = (
     "steps epochs eval_data eval_every eval_params checkpoint_dir checkpoint_every keep "

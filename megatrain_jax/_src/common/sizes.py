@@ -92,6 +92,29 @@ def rate_of(name: str, given: str) -> float:
     return rate
 
 
+def read_and_write_rates(name: str, given: str) -> tuple[float, float]:
+    """Reads two rates in bytes per second, of reading and of writing.
+
+    Args:
+        name: Name of the argument, for the error.
+        given: One rate for both, or "7GB/s read, 2GB/s write".
+
+    Raises:
+        ValueError: If they are not such rates.
+
+    Examples:
+        >>> read_and_write_rates("disk", "7GB/s read, 2GB/s write")
+        (7000000000.0, 2000000000.0)
+    """
+    parts = [part.split() for part in given.split(",")]
+    words = {part[-1]: " ".join(part[:-1]) for part in parts if len(part) > 1}
+    if {*words} == {"read", "write"} and len(parts) == 2:
+        return rate_of(name, words["read"]), rate_of(name, words["write"])
+    if len(parts) > 1 or {*words} & {"read", "write"}:
+        raise ValueError(f'`{name}` must be as in "7GB/s read, 2GB/s write", but is {given!r}')
+    return rate_of(name, given), rate_of(name, given)
+
+
 def divisors(number: int) -> list[int]:
     """The divisors of a positive number, ascending: 1, 2, 3, 4, 6 and 12 for 12."""
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]

@@ -12,6 +12,8 @@ from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.common.suggestions import did_you_mean
 from megatrain_jax._src.engine.options.options import (
     DeviceBudget,
+    DiskDir,
+    DiskRates,
     EmaDecay,
     HostBudget,
     Microbatches,
@@ -36,6 +38,8 @@ def compare_plans(
     precision: PrecisionGiven = "auto",
     device_budget: DeviceBudget = None,
     host_budget: HostBudget = None,
+    disk_dir: DiskDir = None,
+    disk_budget: HostBudget = None,
     trainable: Trainable = None,
     eval_loss_fn: Callable[..., Any] | None = None,
     on_nonfinite: OnNonfinite = "raise",
@@ -48,6 +52,7 @@ def compare_plans(
     num_gpus: int | None = None,
     hosts: int | None = None,
     network: float | str | None = None,
+    disk: DiskRates = None,
     measure: bool = False,
 ) -> PlanComparison:
     """Plans every combination of some arguments' values: fit, time and memory.
@@ -74,6 +79,10 @@ def compare_plans(
             "minimum", or None ("auto") for all that compiled functions leave; see `plan`.
         host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
             all that is available at the start, less a reserve; see `plan`.
+        disk_dir: Folder, or list of folders of different drives, for the part of the state that the
+            host's memory can't hold; None for none; see `plan`.
+        disk_budget: Maximum bytes that the process may take in `disk_dir`, or text such as
+            "500GiB"; None for what is free.
         trainable: The parameters to train, as a regular expression on their paths, a predicate of
             the path, a filter of `flax.nnx`, or a list of these; None trains all; see `plan`.
         eval_loss_fn: Loss function to evaluate with, called as `loss_fn` is; None for `loss_fn`;
@@ -95,6 +104,8 @@ def compare_plans(
         network: Rate at which each host receives from the others while it sends as much, in bytes
             per second or as text: "400Gb/s" of bits, "50GB/s" of bytes, "8x400Gb/s" for eight cards
             of a host; see `plan`.
+        disk: Rates of each host's disks, "7GB/s read, 2GB/s write", or one rate for both: state
+            that the host's memory can't hold rests there; see `plan`.
         measure: Whether to plan for this machine's GPU, and to compile and time the step's
             functions on it, as the start of a run does: the seconds then come from measured times,
             and the bytes of functions from the compiler; see `plan`.
@@ -134,6 +145,8 @@ def compare_plans(
         precision=precision,
         device_budget=device_budget,
         host_budget=host_budget,
+        disk_dir=disk_dir,
+        disk_budget=disk_budget,
         trainable=trainable,
         eval_loss_fn=eval_loss_fn,
         on_nonfinite=on_nonfinite,
@@ -146,6 +159,7 @@ def compare_plans(
         num_gpus=num_gpus,
         hosts=hosts,
         network=network,
+        disk=disk,
         measure=measure,
     )
     parameters = inspect.signature(compare_plans).parameters

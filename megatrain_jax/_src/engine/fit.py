@@ -31,6 +31,7 @@ from megatrain_jax._src.engine.options.inputs import (
 from megatrain_jax._src.engine.options.options import (
     Callbacks,
     DeviceBudget,
+    DiskDir,
     EmaDecay,
     EvalData,
     HostBudget,
@@ -88,6 +89,8 @@ def fit(
     precision: PrecisionGiven = "auto",
     device_budget: DeviceBudget = None,
     host_budget: HostBudget = None,
+    disk_dir: DiskDir = None,
+    disk_budget: HostBudget = None,
     trainable: Trainable = None,
     eval_loss_fn: Callable[..., Any] | None = None,
     on_nonfinite: OnNonfinite = "raise",
@@ -165,6 +168,10 @@ def fit(
             "minimum", or None ("auto") for all that compiled functions leave; see `Trainer`.
         host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
             all that is available at the start, less a reserve; see `Trainer`.
+        disk_dir: Folder, or list of folders of different drives, for the part of the state that the
+            host's memory can't hold; None for none; see `Trainer`.
+        disk_budget: Maximum bytes that the process may take in `disk_dir`, or text such as
+            "500GiB"; None for what is free.
         trainable: The parameters to train, as a regular expression on their paths, a predicate of
             the path, a filter of `flax.nnx`, or a list of these; None trains all; see `Trainer`.
         eval_loss_fn: Loss function to evaluate with, called as `loss_fn` is; None for `loss_fn`;
@@ -215,6 +222,8 @@ def fit(
         precision=precision,
         device_budget=device_budget,
         host_budget=host_budget,
+        disk_dir=disk_dir,
+        disk_budget=disk_budget,
         trainable=trainable,
         eval_loss_fn=eval_loss_fn,
         on_nonfinite=on_nonfinite,

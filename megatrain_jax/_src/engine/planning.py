@@ -15,6 +15,8 @@ from megatrain_jax._src.engine.options.batch_checks import check_batch, num_rows
 from megatrain_jax._src.engine.options.inputs import check_order, check_parts
 from megatrain_jax._src.engine.options.options import (
     DeviceBudget,
+    DiskDir,
+    DiskRates,
     EmaDecay,
     HostBudget,
     MachineOptions,
@@ -56,6 +58,8 @@ def plan(
     precision: PrecisionGiven = "auto",
     device_budget: DeviceBudget = None,
     host_budget: HostBudget = None,
+    disk_dir: DiskDir = None,
+    disk_budget: HostBudget = None,
     trainable: Trainable = None,
     eval_loss_fn: Callable[..., Any] | None = None,
     on_nonfinite: OnNonfinite = "raise",
@@ -68,6 +72,7 @@ def plan(
     num_gpus: int | None = None,
     hosts: int | None = None,
     network: float | str | None = None,
+    disk: DiskRates = None,
     measure: bool = False,
 ) -> Plan:
     """Estimates a run's needs without allocating anything and without a GPU.
@@ -91,6 +96,10 @@ def plan(
         host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
             all that is available at the start, less a reserve; see `Trainer`. None plans with the
             host memory of `hardware`.
+        disk_dir: Folder, or list of folders of different drives, for the part of the state that the
+            host's memory can't hold; None for none; see `Trainer`.
+        disk_budget: Maximum bytes that the process may take in `disk_dir`, or text such as
+            "500GiB"; None for what is free.
         trainable: The parameters to train, as a regular expression on their paths, a predicate of
             the path, a filter of `flax.nnx`, or a list of these; None trains all; see `Trainer`.
         eval_loss_fn: Loss function to evaluate with, called as `loss_fn` is; None for `loss_fn`;
@@ -115,6 +124,9 @@ def plan(
         network: Rate at which each host receives from the others while it sends as much, in bytes
             per second or as text: "400Gb/s" of bits, "50GB/s" of bytes, "8x400Gb/s" for eight cards
             of a host. None for the rate of `hardware`, or else a network that takes no time.
+        disk: Rates of each host's disks, "7GB/s read, 2GB/s write", or one rate for both: state
+            that the host's memory can't hold rests there. None for the disks of `hardware`, which a
+            known card doesn't have.
         measure: Whether to plan for this machine's GPU, and to compile and time the step's
             functions on it, as the start of a run does: the seconds then come from measured times,
             and the bytes of functions from the compiler. Nothing is measured if the run doesn't fit
@@ -150,6 +162,8 @@ def plan(
         precision=precision,
         device_budget=device_budget,
         host_budget=host_budget,
+        disk_dir=disk_dir,
+        disk_budget=disk_budget,
         trainable=trainable,
         eval_loss_fn=eval_loss_fn,
         on_nonfinite=on_nonfinite,
@@ -164,6 +178,7 @@ def plan(
         num_gpus=num_gpus,
         hosts=hosts,
         network=network,
+        disk=disk,
         measure=measure,
     )
     run = machine_options.applied(run)

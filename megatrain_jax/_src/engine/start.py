@@ -41,6 +41,7 @@ from megatrain_jax._src.engine.options.machine import check_products
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.report.make_plan import check_device, make_plan
 from megatrain_jax._src.engine.report.run_warnings import find_warnings, warn_of
+from megatrain_jax._src.engine.runtime.disk import Disk
 from megatrain_jax._src.engine.runtime.engine import Engine
 from megatrain_jax._src.engine.runtime.evaluation import joined_shapes
 from megatrain_jax._src.engine.runtime.fill import ReadAhead, fill_store, initial_kernels
@@ -72,7 +73,9 @@ from megatrain_jax._src.engine.spec.run_spec import RunSpec, distinct_facts
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
 from megatrain_jax._src.engine.state import pool
-from megatrain_jax._src.engine.state.hardware import card_here, within_pools
+from megatrain_jax._src.engine.state.drive import Drives
+from megatrain_jax._src.engine.state.drive import measured_rates as measured_disk_rates
+from megatrain_jax._src.engine.state.hardware import Hardware, card_here, within_pools
 from megatrain_jax._src.engine.state.placement import (
     Placement,
     default_mesh,
@@ -84,7 +87,7 @@ from megatrain_jax._src.engine.state.pool import (
     pins_small_pages,
     warning_of_little,
 )
-from megatrain_jax._src.engine.state.processes import PeerEndedError
+from megatrain_jax._src.engine.state.processes import PeerEndedError, Processes
 
 # A shorter start is not explained.
 _SECONDS_TO_EXPLAIN = 10.0
@@ -114,10 +117,23 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
     if hardware:
         count, here = placement.processes.spread
         hardware = replace(hardware, hosts=max(1, count // here))
+        hardware = _with_disks(hardware, run, placement.processes)
     run = replace(run, hardware=hardware, mesh=mesh)
     if machine is not None:
         run = replace(run, host_budget=agreed_host_budget(run, placement))
     return run, placement, machine is not None
+
+
+def _with_disks(hardware: Hardware, run: Options, processes: Processes) -> Hardware:
+    """The hardware with the measured rates of the disks that a run may use, or without disks."""
+    if not run.disk_folders:
+        return replace(hardware, disk_read_bytes_per_s=None, disk_write_bytes_per_s=None)
+    if hardware.disk_read_bytes_per_s is not None:
+        return hardware
+    processes.gather("beginning to time disks", None)  # processes of one host share its disks
+    rates = processes.gather("timing disks", measured_disk_rates(run.disk_folders))
+    read, written = (processes.num_here * min(each) for each in zip(*rates, strict=True))
+    return replace(hardware, disk_read_bytes_per_s=read, disk_write_bytes_per_s=written)
 
 
 def local_run_spec(
@@ -305,7 +321,12 @@ def _started(
         group_bar("initialising", spec, placement, progress) as bar,
     ):
         scaling = scaling_of(None) if spec.optimizer.is_scaled else None
-        store = Store(spec.layouts, placement, jax.random.key(spec.options.seed), scaling)
+        disk = None
+        if spec.on_disk:
+            drives = Drives(spec.options.disk_folders)
+            disk = Disk(drives, spec.layouts, spec.on_disk, placement, spec.first.gradient_dtypes)
+        key = jax.random.key(spec.options.seed)
+        store = Store(spec.layouts, placement, key, scaling, disk)
         fill_store(spec, store, kernels, initial, bar.update)
     return spec, Engine(store, spec.optimizer, kernels)
 

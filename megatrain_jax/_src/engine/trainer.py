@@ -26,6 +26,7 @@ from megatrain_jax._src.engine.options.batch_checks import check_batch, num_rows
 from megatrain_jax._src.engine.options.inputs import check_order, check_parts
 from megatrain_jax._src.engine.options.options import (
     DeviceBudget,
+    DiskDir,
     EmaDecay,
     HostBudget,
     Microbatches,
@@ -72,6 +73,8 @@ class Trainer(ExplainedAttributes):
         precision: PrecisionGiven = "auto",
         device_budget: DeviceBudget = None,
         host_budget: HostBudget = None,
+        disk_dir: DiskDir = None,
+        disk_budget: HostBudget = None,
         trainable: Trainable = None,
         eval_loss_fn: Callable[..., Any] | None = None,
         on_nonfinite: OnNonfinite = "raise",
@@ -120,6 +123,13 @@ class Trainer(ExplainedAttributes):
             host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None
                 for all that is available at the start, less a reserve. JAX, CUDA, XLA, compilation,
                 reading and saving count, too. With less, more is recomputed in backward.
+            disk_dir: Folder, or list of folders of different drives, for the part of the state that
+                the host's memory can't hold; None for none. It lies there in files without a name,
+                which are gone when the process ends, so a run continues from its checkpoints. The
+                drives are timed at the start. Each process of a run takes space for its own
+                devices.
+            disk_budget: Maximum bytes that the process may take in `disk_dir`, or text such as
+                "500GiB"; None for what is free.
             trainable: The parameters to train, as a regular expression on their paths, a predicate
                 of the path, a filter of `flax.nnx`, or a list of these; None trains all. An
                 expression such as ``"layers/.*/(q|v)_proj"`` is searched for in the path as text. A
@@ -168,6 +178,8 @@ class Trainer(ExplainedAttributes):
             precision=precision,
             device_budget=device_budget,
             host_budget=host_budget,
+            disk_dir=disk_dir,
+            disk_budget=disk_budget,
             trainable=trainable,
             eval_loss_fn=eval_loss_fn,
             on_nonfinite=on_nonfinite,

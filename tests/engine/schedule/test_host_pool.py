@@ -240,6 +240,6 @@ def test_the_largest_groups_are_taken_to_be_in_flight():
     def size(key):
         return 2**key.owner if key.kind is Kind.MASTERS else 0
 
-    workload: Any = SimpleNamespace(size=size, waves=1)
+    workload: Any = SimpleNamespace(size=size, waves=1, on_disk=())
     moves = [Instruction(op=Op.OFFLOAD, key=Key(Kind.MASTERS, group)) for group in range(5)]
     assert in_flight_bytes(workload, moves) == 16 + 8 + 4

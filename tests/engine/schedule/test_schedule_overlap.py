@@ -10,7 +10,7 @@ from megatrain_jax._src.engine.schedule.clock import Clock
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.schedule.search import find_schedule
 from megatrain_jax._src.engine.schedule.timeline import timeline
-from megatrain_jax._src.engine.schedule.workload import Costs, Link, Workload
+from megatrain_jax._src.engine.schedule.workload import Costs, DiskLink, Workload
 from schedule_machine import run_everything
 from workloads import MOVES, all_resident_bytes, bytes_moved, costs, decoder, host, random_workload
 
@@ -109,34 +109,51 @@ def test_a_larger_budget_is_faster(deferred):
         run_everything(workload, schedule)
 
 
-class TwoTiers(Costs):
-    """Optimizer state rests in another place than the rest, behind a link of its own."""
-
-    def link_of(self, key: Key) -> Link:
-        other = Link(name="other", inward=self.link.inward, outward=self.link.outward)
-        return other if key.kind is Kind.OPTIMIZER_STATE else self.link
+def _clock_with_disk(read: float, written: float) -> Clock:
+    disk = DiskLink(read=read, written=written)
+    rates = Costs(forward=(), backward=(), update=(), link=host(1.0), disk=disk)
+    return Clock(costs=rates, on_disk={Key(Kind.MASTERS, g): 0 for g in range(4)})
 
 
-@pytest.mark.parametrize(("tiers", "seconds"), [(Costs, 20.0), (TwoTiers, 10.0)])
-def test_the_lanes_of_two_links_work_side_by_side(tiers, seconds):
-    keys = Key(Kind.MASTERS, 0), Key(Kind.OPTIMIZER_STATE, 0)
-    clock = Clock(costs=tiers(forward=(), backward=(), update=(), link=host(1.0)))
-    for key in keys:
-        clock.fetch(key, 10)
-    assert max(map(clock.inward_until, keys)) == seconds
-    clock.compute(keys, 0.0, 0)
-    for key in keys:
-        clock.offload(key, 10, 0)
-    for key in keys:
-        clock.land(0, key)
-    assert clock.driver == 2 * seconds
+def test_parts_on_a_disk_are_read_before_they_are_copied():
+    """The worked example of the clock."""
+    clock = _clock_with_disk(2.0, 1.0)
+    for group in range(3):
+        clock.fetch(Key(Kind.MASTERS, group), 4)
+    clock.fetch(Key(Kind.MASTERS, 4), 4)  # in memory; it passes those that are being read
+    arrived = [clock.arrived[Key(Kind.MASTERS, group)] for group in (0, 1, 2, 4)]
+    assert arrived == [12, 20, 28, 16]
 
 
-def test_a_second_link_relieves_the_first():
+def test_a_read_waits_for_a_slot_and_for_the_write_before_it():
+    clock = _clock_with_disk(0.5, 3.0)
+    keys = [Key(Kind.MASTERS, group) for group in range(3)]
+    for key in keys:  # read until 2, 4 and, as the third one's slot is free at 6, 8
+        clock.fetch(key, 4)
+    assert [clock.arrived[key] for key in keys] == [6, 10, 14]
+    assert clock.read == 8
+    clock.compute(tuple(keys), 6.0, 0)  # until 20
+    for key in keys:  # landed at 24 and 28, written at 36 and 48; the third waits until 36
+        clock.offload(key, 4, 0)
+    assert (clock.driver, clock.landed[0, keys[2]]) == (36, 40)
+    clock.fetch(keys[0], 4)  # its newest version is on the disk from 36 on
+    assert clock.arrived[keys[0]] == 42
+
+
+def test_a_slow_disk_bounds_a_step_and_a_fast_one_costs_nothing():
     busy = costs(20, 20, forward=(0.1,) * 20, backward=(0.3,) * 20)
-    one = decoder(deferred=True, costs=busy)
-    two = replace(one, costs=TwoTiers(**vars(busy)))
-    schedules = [find_schedule(workload, None) for workload in (one, two)]
-    assert schedules[1].seconds < 0.8 * schedules[0].seconds
-    for workload, schedule in zip((one, two), schedules, strict=True):
+    memory = decoder(deferred=True, costs=busy)
+    state = {Key(Kind.OPTIMIZER_STATE, group): 0 for group in range(1, 19)}
+
+    def seconds(read: float, written: float) -> float:
+        disk = DiskLink(read=read, written=written)
+        workload = replace(memory, on_disk=state, costs=replace(busy, disk=disk))
+        schedule = find_schedule(workload, None)
         run_everything(workload, schedule)
+        return schedule.seconds
+
+    in_memory = find_schedule(memory, None).seconds
+    num_bytes = sum(map(memory.size, state))
+    assert seconds(1e-3, 1e-3) == pytest.approx(in_memory, rel=0.02)
+    for rates in ((10.0, 1e-3), (1e-3, 10.0)):
+        assert 10 * num_bytes <= seconds(*rates) < 1.1 * (10 * num_bytes) + in_memory

@@ -281,7 +281,7 @@ def test_masters_that_move_are_spread_where_those_in_a_row_would_delay_forwards(
     times = costs(24, 24, forward=(1.5,) * 24, backward=(6.0,) * 24)
     workload = chain(24, sizes=(even,) * 24, costs=times)
     spread = [find_schedule(workload, budget).seconds for budget in budgets]
-    monkeypatch.setattr(choices, "_spread", lambda groups: groups)
+    monkeypatch.setattr(choices, "spread_out", lambda groups: groups)
     in_a_row = [find_schedule(workload, budget).seconds for budget in budgets]
     assert max(b / a for a, b in zip(spread, in_a_row, strict=True)) > 1.05
     assert all(a <= 1.03 * b for a, b in zip(spread, in_a_row, strict=True))

@@ -163,7 +163,7 @@ def test_a_link_has_a_rate_each_way(host, shared):
     hardware = dataclasses.replace(
         SLOW, link_bytes_per_s=30.0, link_out_bytes_per_s=50.0, host_bytes_per_s=host
     )
-    link = Link(name="host", inward=1 / 30, outward=1 / 50, shared=shared)
+    link = Link(inward=1 / 30, outward=1 / 50, shared=shared)
     assert host_link(hardware, 2) == link
     symmetric = dataclasses.replace(hardware, link_out_bytes_per_s=None)
     assert host_link(symmetric, 1).outward == 1 / 30

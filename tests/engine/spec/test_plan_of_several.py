@@ -295,7 +295,7 @@ def test_the_clock_shares_the_host_s_memory(link):
         forward=(),
         backward=(),
         update=(),
-        link=Link(name="host", inward=1, outward=1, shared=shared),
+        link=Link(inward=1, outward=1, shared=shared),
     )
     clock = Clock(costs=costs)
     first, second = Key(Kind.MASTERS, 0), Key(Kind.MASTERS, 1)
@@ -310,7 +310,7 @@ def test_the_clock_shares_the_host_s_memory(link):
 @pytest.mark.parametrize("delay", [0.0, 0.1])
 def test_the_driver_waits_for_computations_and_copies(delay):
     """The worked example of the clock."""
-    link = Link(name="host", inward=1, outward=1)
+    link = Link(inward=1, outward=1)
     clock = Clock(costs=Costs(forward=(), backward=(), update=(), delay=delay, link=link))
     first, second, third = (Key(Kind.MASTERS, group) for group in range(3))
     clock.fetch(first, 4)
@@ -335,13 +335,13 @@ def test_the_driver_waits_for_computations_and_copies(delay):
 
 
 def test_collectives_over_the_link_hold_it():
-    link = Link(name="host", inward=1, outward=1)
+    link = Link(inward=1, outward=1)
     clock = Clock(costs=Costs(forward=(), backward=(), update=(), link=link))
     clock.fetch(Key(Kind.MASTERS, 0), 4)
     clock.compute((), 10.0, 0, on_link=3.0)
     clock.fetch(Key(Kind.MASTERS, 1), 4)
     assert clock.arrived[Key(Kind.MASTERS, 1)] == 14  # when the device is done, not later
-    assert clock.inward["host"] == 14 and clock.outward["host"] == 3
+    assert clock.inward == 14 and clock.outward == 3
 
 
 @pytest.mark.parametrize("peers", [10.0, None])

@@ -163,7 +163,7 @@ def test_a_run_that_no_host_budget_of_a_size_suffices_for_says_what_would():
         asked = dataclasses.replace(with_host_budget(spec, int(gib * GIB)), fits_host=False)
         with refuses(MemoryError, "again") as caught:
             check_host(asked, 1, 1)
-        found = re.search(r"again\b.* ([\d.]+) GiB", str(caught.value))
+        found = re.search(r"again\b.*? ([\d.]+) GiB", str(caught.value))
         assert found
         return float(found[1])
 

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.common.object_paths import AnyPath, path_of
-from megatrain_jax._src.common.sizes import bytes_of, counted, rate_of
+from megatrain_jax._src.common.sizes import bytes_of, counted, rate_of, read_and_write_rates
 from megatrain_jax._src.common.suggestions import did_you_mean
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.adapt.loss_function import EVAL_PREFIX, check_loss
@@ -42,6 +42,8 @@ PrecisionGiven = (
 TrainableFilter = (
     str | type | bool | EllipsisType | Callable[[str], bool] | Callable[[Any, Any], bool]
 )
+DiskRates = float | str | tuple[float, float] | None
+DiskDir = str | PathLike[str] | Sequence[str | PathLike[str]] | None
 Trainable = TrainableFilter | Sequence[TrainableFilter] | None
 EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
 Callbacks = Sequence[Callable[[Any, dict[str, Any]], None]]
@@ -78,6 +80,12 @@ class Options:
         host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
             all that is available at the start, less a reserve. JAX, CUDA, XLA, compilation, reading
             and saving count, too. With less, more is recomputed in backward.
+        disk_dir: Folder, or list of folders of different drives, for the part of the state that the
+            host's memory can't hold; None for none. It lies there in files without a name, which
+            are gone when the process ends, so a run continues from its checkpoints. The drives are
+            timed at the start. Each process of a run takes space for its own devices.
+        disk_budget: Maximum bytes that the process may take in `disk_dir`, or text such as
+            "500GiB"; None for what is free.
         trainable: The parameters to train, as a regular expression on their paths, a predicate of
             the path, a filter of `flax.nnx`, or a list of these; None trains all. An expression
             such as ``"layers/.*/(q|v)_proj"`` is searched for in the path as text. A filter is a
@@ -122,6 +130,8 @@ class Options:
     precision: PrecisionGiven = "auto"
     device_budget: DeviceBudget = None
     host_budget: HostBudget = None
+    disk_dir: DiskDir = None
+    disk_budget: HostBudget = None
     trainable: Trainable = None
     eval_loss_fn: Callable[..., Any] | None = None
     on_nonfinite: OnNonfinite = "raise"
@@ -148,6 +158,24 @@ class Options:
         return self.host_budget
 
     @property
+    def disk_folders(self) -> tuple[Path, ...]:
+        """The folders for state that the host's memory can't hold."""
+        assert isinstance(self.disk_dir, tuple | None)
+        return tuple(map(Path, self.disk_dir or ()))
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Bytes that the process may take there; None for what is free."""
+        assert not isinstance(self.disk_budget, str)
+        return self.disk_budget
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether state may rest on disks: here, or in a plan on the disks of its hardware."""
+        on_machine = self.machine is not None and self.machine.disk_read_bytes_per_s is not None
+        return self.disk_dir is not None or on_machine
+
+    @property
     def machine(self) -> Hardware | None:
         """The hardware as a record, also if a name was given."""
         assert not isinstance(self.hardware, str)
@@ -169,11 +197,15 @@ class Options:
             waves=_integer_or_none("waves", self.waves, "None for the plan's choice"),
             device_budget=checks.device_budget(self.device_budget, _LEAST_DEVICE_BYTES),
             host_budget=checks.num_bytes("host_budget", self.host_budget),
+            disk_dir=_disk_dir(self.disk_dir),
+            disk_budget=checks.num_bytes("disk_budget", self.disk_budget),
             ema_decay=_decay(self.ema_decay),
             max_skipped=checks.integer("max_skipped", self.max_skipped),
             seed=checks.integer("seed", self.seed, least=_LEAST_SEED, most=_MOST_SEED),
             hardware=found_hardware(self.hardware),
         )
+        if self.disk_budget is not None and self.disk_dir is None:
+            raise ValueError(f"`disk_budget`={self.disk_budget} is given without `disk_dir`")
         if self.eval_loss_fn is not None:
             check_loss(self.eval_loss_fn, "eval_loss_fn")
         _check_waves(self.waves, self.microbatches)
@@ -199,6 +231,9 @@ class MachineOptions:
         network: Rate at which each host receives from the others while it sends as much, in bytes
             per second or as text: "400Gb/s" of bits, "50GB/s" of bytes, "8x400Gb/s" for eight cards
             of a host. None for the rate of `hardware`, or else a network that takes no time.
+        disk: Rates of each host's disks, "7GB/s read, 2GB/s write", or one rate for both: state
+            that the host's memory can't hold rests there. None for the disks of `hardware`, which a
+            known card doesn't have.
         measure: Whether to plan for this machine's GPU, and to compile and time the step's
             functions on it, as the start of a run does: the seconds then come from measured times,
             and the bytes of functions from the compiler. Nothing is measured if the run doesn't fit
@@ -213,6 +248,7 @@ class MachineOptions:
     num_gpus: int | None = None
     hosts: int | None = None
     network: float | str | None = None
+    disk: DiskRates = None
     measure: bool = False
 
     def __post_init__(self) -> None:
@@ -224,9 +260,10 @@ class MachineOptions:
             num_gpus=_integer_or_none("num_gpus", self.num_gpus),
             hosts=_integer_or_none("hosts", self.hosts),
             network=_rate("network", self.network),
+            disk=_disk_rates(self.disk),
         )
         checks.boolean("measure", self.measure)
-        for name in ("host_gib", "num_gpus", "hosts", "network"):
+        for name in ("host_gib", "num_gpus", "hosts", "network", "disk"):
             if self.measure and getattr(self, name) is not None:
                 raise ValueError(
                     f"`measure`=True times functions on this machine's GPUs, and `{name}` "
@@ -241,21 +278,24 @@ class MachineOptions:
             ValueError: If there is no hardware to change, or a mesh sets the number of GPUs.
         """
         machine, mesh = run.machine, run.mesh
-        assert not isinstance(self.host_gib, str) and not isinstance(self.network, str)
-        changes: dict[str, Any] = {
-            "host_bytes": None if self.host_gib is None else int(self.host_gib * 2**30),
-            "hosts": self.hosts,
-            "network_bytes_per_s": self.network,
-        }
-        options = dict(zip(changes, ("host_gib", "hosts", "network"), strict=True))
-        changes = {name: value for name, value in changes.items() if value is not None}
-        if changes and machine is None:
-            option = options[next(iter(changes))]
-            raise ValueError(f"`{option}`={getattr(self, option):g} needs `hardware`")
-        machine = machine and replace(machine, **changes)
+        assert not isinstance(self.host_gib, str)
+        read, written = self.disk if isinstance(self.disk, tuple) else (None, None)
+        of_host = None if self.host_gib is None else int(self.host_gib * 2**30)
+        rows: list[tuple[str, str, Any]] = [
+            ("host_gib", "host_bytes", of_host),
+            ("hosts", "hosts", self.hosts),
+            ("network", "network_bytes_per_s", self.network),
+            ("disk", "disk_read_bytes_per_s", read),
+            ("disk", "disk_write_bytes_per_s", written),
+        ]
+        rows = [row for row in rows if row[2] is not None]
+        if rows and machine is None:
+            option = rows[0][0]
+            raise ValueError(f"`{option}`={_plainly(getattr(self, option))} needs `hardware`")
+        machine = machine and replace(machine, **{field: value for _, field, value in rows})
         number = 1 if machine is None else machine.hosts
         if self.network is not None and number == 1:
-            raise ValueError(f"`network`={self.network:g} connects hosts: it needs `hosts`")
+            raise ValueError(f"`network`={_plainly(self.network)} connects hosts: it needs `hosts`")
         if self.num_gpus is not None:
             if mesh is not None:
                 raise ValueError(f"`num_gpus`={self.num_gpus} and `mesh` can't both be given")
@@ -571,6 +611,24 @@ def _rate(name: str, value: Any) -> float | None:
     return rate_of(name, value) if isinstance(value, str) else checks.number(name, value, above=0)
 
 
+def _disk_rates(value: Any) -> Any:
+    """Bytes per second read and written, from a number or from text; None without disks."""
+    if isinstance(value, str):
+        return read_and_write_rates("disk", value)
+    pair = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
+    read, written = (_rate("disk", rate) for rate in pair)
+    return None if read is None or written is None else (read, written)
+
+
+def _disk_dir(value: Any) -> tuple[str, ...] | None:
+    """The folders, as absolute paths."""
+    if value is None:
+        return None
+    folders = value if isinstance(value, list | tuple) and value else [value]
+    paths = (checks.path("disk_dir", x, ", a list of such paths, or None") for x in folders)
+    return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
+
+
 def _microbatches(value: Any) -> Microbatches:
     if isinstance(value, str) and value == "auto":
         return "auto"
@@ -635,3 +693,8 @@ def _check_eval_data(value: Any) -> None:
         )
     if not checks.can_be_called(value, 0):
         raise TypeError(refused("eval_data", "a function without arguments", value))
+
+
+def _plainly(value: Any) -> str:
+    """A number without needless digits, or a pair of rates."""
+    return " and ".join(f"{x:g}" for x in (value if isinstance(value, tuple) else (value,)))

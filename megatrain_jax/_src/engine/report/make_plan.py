@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
 import jax
 
-from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.kernels.bound_stage import Tiling
 from megatrain_jax._src.engine.kernels.stage_kernels import residual_kernel_names
@@ -51,6 +51,8 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     hardware = machine and machine.times(per_host)
     moved = moved_bytes(schedule.steady, step.scheduled)
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
+    on_disk = devices * sum(workload.size(key) for key in spec.on_disk if key.kind in LASTING)
+    read, written = moved_bytes(schedule.steady, step.scheduled, spec.on_disk)
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
     templates, num_templates = _templates(step)
     of_update, in_float32 = _optimizer_flops(spec.optimizer, devices)
@@ -66,7 +68,11 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         num_frozen=sum(num_parameters[g] for g in grouping.frozen),
         frozen_bytes=sum(state[g] for g in grouping.frozen),
         groups=_group_rows(spec, num_parameters, state, templates),
-        host_bytes=sum(state),
+        host_bytes=sum(state) - on_disk,
+        host_slot_bytes=devices * workload.resting_bytes - (sum(state) - on_disk),
+        disk_bytes=on_disk,
+        disk_read_bytes=read * per_host,
+        disk_written_bytes=written * per_host,
         host_peak_bytes=peak_bytes(step),
         host_gradient_bytes=devices * schedule.transient.gradients,
         host_activation_bytes=devices * schedule.transient.activations,
@@ -133,17 +139,21 @@ def _process_bytes(spec: RunSpec, num_processes: int, processes_per_host: int) -
     return known | {"host_process_bytes": process.needed(pooled)}
 
 
-def moved_bytes(instructions: Iterable[Instruction], workload: Workload) -> tuple[int, int]:
+def moved_bytes(
+    instructions: Iterable[Instruction], workload: Workload, among: Container[Key] | None = None
+) -> tuple[int, int]:
     """The bytes that one step moves to each device, and to the host.
 
     Args:
         instructions: The schedule's instructions for one steady step.
         workload: The workload that the schedule was made for.
+        among: The parts to count; None for all.
     """
     moved = {Op.FETCH: 0, Op.OFFLOAD: 0}
     for instruction in instructions:
-        if instruction.op in moved and instruction.key is not None:
-            moved[instruction.op] += workload.size(instruction.key)
+        key = instruction.key
+        if instruction.op in moved and key is not None and (among is None or key in among):
+            moved[instruction.op] += workload.size(key)
     return moved[Op.FETCH], moved[Op.OFFLOAD]
 
 

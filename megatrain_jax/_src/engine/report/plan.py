@@ -4,6 +4,7 @@ The numbers come from shapes and from the schedule's own records, so a plan take
 an absent machine or a model too large for any. `plan_table.py` prints it as a table.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Bound = Literal[
-    "link", "host", "arithmetic", "memory", "collectives", "loops", "dispatch", "neither"
+    "link", "host", "disk", "arithmetic", "memory", "collectives", "loops", "dispatch", "neither"
 ]
-Resource = Literal["device", "link", "host", "dispatch"]
+Resource = Literal["device", "link", "host", "disk", "dispatch"]
 Busy = Mapping[Resource, tuple[Bound, float]]
 """For each resource, its bottleneck and its busy seconds."""
 # If another resource is busy for at least this fraction of the longest time, neither is named.
@@ -30,7 +31,8 @@ _AS_LONG = 0.9
 # The parts of the host's memory, in the order of a plan's table.
 STATE, UNUSED_PARTS = "masters and optimizer state", "the pool's unused parts"
 WAITING = "gradients that wait", "activations that wait", "residuals that wait"
-MOVING, REST = "arrays on their way", "the rest of the process"
+SLOTS, MOVING = "on the way to and from disks", "arrays on their way"
+REST = "the rest of the process"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,12 @@ class Plan:
         frozen_bytes: Host memory of the frozen parameters.
         groups: The parameter groups, consecutive equal ones as one row.
         host_bytes: Host memory of the state at rest, summed over all devices.
-        host_peak_bytes: The same plus waiting gradients, activations and arrays in flight.
+        host_peak_bytes: The same plus slots for disks, waiting gradients, activations and arrays in
+            flight.
+        host_slot_bytes: Host memory of the parts on their way to and from disks.
+        disk_bytes: State that rests on disks, summed over all devices.
+        disk_read_bytes: Bytes that each host reads from its disks in a step.
+        disk_written_bytes: Bytes that each host writes to its disks in a step.
         host_gradient_bytes: Gradients that wait in the host for their update, at the moment when
             most bytes wait there.
         host_activation_bytes: Activations in the host at that moment.
@@ -186,6 +193,10 @@ class Plan:
     memory_bytes: float = 0.0
     tiles: tuple[TileRow, ...] = ()
     num_again: int = 0
+    host_slot_bytes: int = 0
+    disk_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
     host_gradient_bytes: int = 0
     host_activation_bytes: int = 0
     host_residual_bytes: int = 0
@@ -213,11 +224,12 @@ class Plan:
     def host_parts(self) -> dict[str, int]:
         """Host memory by part, of all processes together.
 
-        The first five parts add up to `host_peak_bytes`, all of them to the memory of the
+        The first six parts add up to `host_peak_bytes`, all of them to the memory of the
         processes where that is known.
         """
         waiting = self.host_gradient_bytes, self.host_activation_bytes, self.host_residual_bytes
-        parts = {STATE: self.host_bytes, **dict(zip(WAITING, waiting, strict=True))}
+        parts = {STATE: self.host_bytes, SLOTS: self.host_slot_bytes}
+        parts |= dict(zip(WAITING, waiting, strict=True))
         parts[MOVING] = self.host_peak_bytes - sum(parts.values())
         if self.host_process_bytes is not None:
             pools = max(self.host_peak_bytes, (self.host_pool_bytes or 0) * self.num_processes)
@@ -302,6 +314,16 @@ class Plan:
         return self.hardware and self.network_bytes / self.hardware.network_bytes_per_s
 
     @property
+    def seconds_disk(self) -> tuple[float, float] | None:
+        """Seconds in which a host's disks read and write for a step; `None` without hardware."""
+        if self.hardware is None:
+            return None
+        rates = self.hardware.disk_read_bytes_per_s, self.hardware.disk_write_bytes_per_s
+        moved = self.disk_read_bytes, self.disk_written_bytes
+        read, written = (n / (rate or math.inf) for n, rate in zip(moved, rates, strict=True))
+        return read, written
+
+    @property
     def seconds_host(self) -> float | None:
         """Seconds of the host's memory for the bytes that pass it; `None` without hardware."""
         return self.hardware and self.bytes_through_host / self.hardware.host_bytes_per_s
@@ -316,10 +338,10 @@ class Plan:
         """The bottleneck of a perfectly overlapped step, from the times of `busy`.
 
         "arithmetic" is each device's operations, "link" its own link, "host" the host's memory,
-        shared by all devices, "collectives" the exchange between devices, "memory" the device's
-        memory, for kernels other than products and attention, "loops" the short kernels of loops,
-        "dispatch" the Python that dispatches a step of a toy model. "neither" if a second one takes
-        at least 90% as long, or no hardware is given.
+        shared by all devices, "disk" its disks, "collectives" the exchange between devices,
+        "memory" the device's memory, for kernels other than products and attention, "loops" the
+        short kernels of loops, "dispatch" the Python that dispatches a step of a toy model.
+        "neither" if a second one takes at least 90% as long, or no hardware is given.
         """
         longest: dict[Bound, float] = {}
         for name, seconds in self.busy.values():
@@ -383,6 +405,7 @@ class Plan:
             ("device", name, sum(on_device.values()), collecting),
             ("link", "link", copying, over_links / min(inward, outward)),
             ("host", "host", own * moved / host, own * 2 * over_links / host),
+            ("disk", "disk", max(self.seconds_disk or (0.0,)), 0.0),
         )
         busy: dict[Resource, tuple[Bound, float]] = {
             "dispatch": ("dispatch", self.seconds_dispatch)

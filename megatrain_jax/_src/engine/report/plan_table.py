@@ -93,6 +93,7 @@ _UNCOUNTED = "known where functions are compiled for a GPU"
 BOUNDS: dict[Bound, str] = {
     "link": "the link",
     "host": "the host's memory",
+    "disk": "the disk",
     "arithmetic": "arithmetic",
     "memory": "the device's memory traffic",
     "collectives": "the exchange between devices",
@@ -113,7 +114,8 @@ def summary(plan: Plan) -> list[str]:
             helps.append('`microbatches`="auto", smaller examples or `device_budget`="minimum"')
         if plan.fits_host is False:
             needs.append(f"{host} of host memory")
-            helps.append('`precision`="compact", or fewer `trainable` parameters')
+            elsewhere = "" if plan.disk_bytes else ", a `disk_dir` for state"
+            helps.append(f'`precision`="compact"{elsewhere}, or fewer `trainable` parameters')
         lines.append(f"Does not fit: needs {' and '.join(needs)}, more than there is.")
     else:
         memory = f"{device} of GPU memory, {host} of host memory"
@@ -141,6 +143,7 @@ def _help(plan: Plan) -> str:
     return {
         "link": 'larger batches, `precision`="compact", or a larger `device_budget`',
         "host": "larger batches",
+        "disk": 'larger batches, `precision`="compact", more host memory or faster drives',
         "arithmetic": f"a faster GPU{coded}",
         "memory": "larger layers, or fewer elementwise operations",
         "collectives": f"larger batches{networked}",
@@ -170,7 +173,8 @@ def title(plan: Plan) -> str:
 def group_cells(plan: Plan) -> list[list[str]]:
     """The table of parameter groups with a header; a long table omits its middle."""
     size = _sizes(plan)
-    cells = [["group", "count", "parameters", "host memory", "in all", "template"]]
+    where = "host, disk" if plan.disk_bytes else "host memory"
+    cells = [["group", "count", "parameters", where, "in all", "template"]]
     for row in plan.groups:
         cells.append(
             [
@@ -211,6 +215,7 @@ def total_cells(plan: Plan) -> list[list[str]]:
     cells = [
         *frozen,
         *_host_cells(plan),
+        *_disk_cells(plan),
         *devices,
         ["device memory, state and activations", size(plan.device_state_bytes), within],
         ["device memory, other values", size(plan.device_other_bytes), "estimate"],
@@ -245,9 +250,9 @@ def _host_cells(plan: Plan) -> list[list[str]]:
     if number < plan.num_devices:
         share += f", {size(number * plan.host_share_bytes)} of each host"
         at_peak = f"{size(plan.host_peak_bytes * number // plan.num_devices)} of each host"
-    # The first part is the state at rest. Parts after the fourth are reported per process.
+    # The first part is the state at rest. Parts after the fifth are reported per process.
     state, *parts = plan.host_parts.items()
-    passing, beside = parts[:4], [(name, n // plan.num_processes) for name, n in parts[4:]]
+    passing, beside = parts[:5], [(name, n // plan.num_processes) for name, n in parts[5:]]
 
     def cells(rows: list[tuple[str, int]]) -> list[list[str]]:
         return [[f"host memory, {name}", size(n), ""] for name, n in rows if n]
@@ -265,6 +270,21 @@ def _host_cells(plan: Plan) -> list[list[str]]:
     return [*rows, *cells(beside), process]
 
 
+def _disk_cells(plan: Plan) -> list[list[str]]:
+    """Rows of the state on disks and of a step's transfers; a drive wears out by writes."""
+    if not plan.disk_bytes:
+        return []
+    size = _sizes(plan)
+    each = " of each host" if plan.num_hosts > 1 else ""
+    read, written = map(seconds, plan.seconds_disk or (None, None))
+    worn = f"{plan.disk_written_bytes / 1e9:.3g} TB in 1,000 steps, where 2 TB drives endure 1,200"
+    return [
+        ["disk, state that rests there", size(plan.disk_bytes), ""],
+        [f"from the disk{each}, a step", size(plan.disk_read_bytes), read],
+        [f"to the disk{each}, a step", size(plan.disk_written_bytes), f"{written}; {worn}"],
+    ]
+
+
 def _sizes(plan: Plan) -> Callable[[int], str]:
     """A formatter of bytes that uses the unit of the table's largest number where it can."""
     process, through = plan.host_process_bytes or 0, plan.bytes_through_host
@@ -279,6 +299,8 @@ def _busy(plan: Plan) -> str:
     names: dict[Resource, str] = {"device": "GPU", "link": "link"}
     if plan.num_devices > 1:
         names["host"] = "host's memory"
+    if plan.disk_bytes:
+        names["disk"] = "disk"
     if plan.bound == "dispatch":
         names["dispatch"] = "Python"
     return ", ".join(f"{name} {seconds(plan.busy[key][1])}" for key, name in names.items())
@@ -387,6 +409,9 @@ def _rates(plan: Plan, machine: Hardware) -> str:
             rates.append(f"{machine.peer_bytes_per_s / 1e9:.4g} from other devices")
     if plan.num_hosts > 1 and machine.network_bytes_per_s != math.inf:
         rates.append(f"{machine.network_bytes_per_s / 1e9:.4g} of each host's network")
+    if plan.disk_bytes and machine.disk_read_bytes_per_s and machine.disk_write_bytes_per_s:
+        read, written = machine.disk_read_bytes_per_s / 1e9, machine.disk_write_bytes_per_s / 1e9
+        rates.append(f"{read:.3g} read from the disk and {written:.3g} written")
     computing = f"{machine.flops_per_s / 1e12:g} TFLOP/s"
     if plan.float8_flops_per_step and machine.float8_flops_per_s is not None:
         computing += f", {machine.float8_flops_per_s / 1e12:g} in float8"

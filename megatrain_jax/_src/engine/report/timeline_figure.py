@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.engine.report.table import seconds
 from megatrain_jax._src.engine.schedule.instructions import Op
-from megatrain_jax._src.engine.schedule.timeline import LANES, Lane, Span
+from megatrain_jax._src.engine.schedule.timeline import DISK_LANES, LANES, Lane, Span
 
 if TYPE_CHECKING:
     from megatrain_jax._src.engine.report.notebook_figure import NotebookFigure
@@ -41,6 +41,9 @@ def draw_timeline(
     """
     from megatrain_jax._src.engine.report.notebook_figure import NotebookFigure
 
+    spans = list(spans)
+    used = {span.lane for span in spans}
+    lanes = [*LANES, *(lane for lane in DISK_LANES if lane in used)]
     bars: dict[tuple[Lane, tuple[str, str]], list[tuple[float, float]]] = {}
     for span in spans:
         row = bars.setdefault((span.lane, _SHOWN.get(span.what, _UPDATE)), [])
@@ -54,13 +57,13 @@ def draw_timeline(
     for (lane, (name, colour)), rows in bars.items():
         axes.broken_barh(
             [(scale * start, scale * length) for start, length in rows],
-            (LANES.index(lane) - 0.4, 0.8),
+            (lanes.index(lane) - 0.4, 0.8),
             facecolors=colour,
             linewidth=0,
             label=None if name in labelled else name,
         )
         labelled.add(name)
-    axes.set_yticks(range(len(LANES)), LANES)
+    axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
     largest = max((size for _, size in memory), default=0)
     part, name = (_GIB, "GiB") if largest >= _GIB else (_MIB, "MiB")

@@ -11,7 +11,7 @@ dropped after the last stage that reads it; a cotangent is removed by the stage 
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -186,6 +186,7 @@ class Engine:
         if self._running is not None and self._running != schedule:
             self.flush()
         instructions = schedule.steady if self._running is not None else schedule.cold
+        self._transfers.follow(instructions, schedule.steady)
         self._wake()
         if self.optimizer.skips:
             self.store.ok = self._true  # a skipped step must not make later steps skip
@@ -245,6 +246,7 @@ class Engine:
         """See `evaluate`; all state is at rest."""
         self._wake()
         try:
+            self._transfers.follow(step.schedule.evaluation)
             live, _, _ = self._begin(step, batch)
             for instruction in step.schedule.evaluation:
                 self.obey(instruction, live)
@@ -261,6 +263,7 @@ class Engine:
     def flush(self) -> None:
         """Applies pending updates and brings all state to rest in pinned host memory."""
         if self._running is not None:
+            self._transfers.follow(self._running.flush)
             for instruction in self._running.flush:
                 self.obey(instruction, None)
             self._rest()
@@ -362,7 +365,9 @@ class Engine:
             # An activation moves only within the wave that makes and reads it.
             self._transfers.move(instruction.op, key, task, [] if live is None else live.wave_rows)
             return
-        if not waits or self._transfers.fetching:
+        if not waits and self.store.disk is not None:
+            self._transfers.bring(_reads(instruction, live))
+        elif not waits or self._transfers.fetching:
             self._transfers.dispatch()
         if instruction.op is Op.WAIT:
             self._dispatched.wait(task)
@@ -549,6 +554,7 @@ class Engine:
     def _update(self, live: LiveValues | None, group: int, task: int) -> None:
         cut, store = self.optimizer, self.store
         masters_key, state_key = Key(Kind.MASTERS, group), Key(Kind.OPTIMIZER_STATE, group)
+        self._transfers.settle((masters_key, state_key))
         # Removed here, because the kernel writes the new arrays into their memory.
         masters = store.on_device.pop(masters_key)
         state = store.on_device.pop(state_key, ())
@@ -567,6 +573,20 @@ class Engine:
         self._dispatched.note(task, (measured or masters)[0])
         if state:
             store.on_device[state_key] = state
+
+
+def _reads(instruction: Instruction, live: LiveValues | None) -> Iterator[Key]:
+    """The parts that a computation may read, of those that can rest on disks."""
+    groups: Sequence[int] = ()
+    if instruction.op in (Op.UPDATE, Op.REDUCE):
+        groups = (_known(instruction.group),)
+    elif instruction.stage is not None and live is not None:
+        groups = live.step.stages[instruction.stage].groups
+    for group in groups:
+        yield Key(Kind.MASTERS, group)
+        yield Key(Kind.GRADIENT, group)
+        if instruction.stage is None:
+            yield Key(Kind.OPTIMIZER_STATE, group)
 
 
 def _known(number: int | None) -> int:

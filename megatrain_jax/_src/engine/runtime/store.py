@@ -1,8 +1,9 @@
 """The store: the single owner of a run's state, during steps and at rest.
 
 Parts of groups (masters, optimizer state, gradients), residuals, and activations that wait in the
-host are tuples of arrays by key, in two tiers: pinned host memory and the devices. Example: a
-streamed update of group 3's masters:
+host are tuples of arrays by key, in two tiers: pinned host memory and the devices. Masters and
+optimizer state may rest on disks instead; see `disk.py`. Example: a streamed update of group 3's
+masters:
 
                           host[key]       on_device[key]      key = Key(Kind.MASTERS, 3)
     at rest               version 1       -
@@ -24,11 +25,11 @@ import numpy as np
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.engine.kernels.steps import Scaling
+from megatrain_jax._src.engine.runtime.disk import Disk, Slabs
 from megatrain_jax._src.engine.state.host_leaves import Run, read_leaves, runs_of
 from megatrain_jax._src.engine.state.layout import GroupLayout
 from megatrain_jax._src.engine.state.placement import Placement
 
-Slabs = tuple[jax.Array, ...]
 Reader = Callable[[], list[Run]]
 """Reads this process's part of an array, as it was when the reader was made."""
 
@@ -43,6 +44,7 @@ class Store:
         layouts: Layout of each group's state in slabs, by the group's number.
         placement: The devices and memories of its arrays.
         host: Slabs in pinned host memory, and activations and residuals of all microbatches.
+        disk: Slabs on disks, or None.
         on_device: Slabs and residuals on the devices; activations are in `LiveValues.rows`.
         variables: The model's variables beside its parameters.
         globals: Optimizer state that belongs to no group.
@@ -61,6 +63,7 @@ class Store:
         placement: Placement,
         key: jax.Array,
         scaling: Scaling | None = None,
+        disk: Disk | None = None,
     ):
         """Makes a store at rest and without slabs, before step 0.
 
@@ -69,8 +72,9 @@ class Store:
             placement: The devices and memories of its arrays.
             key: The key from which all random numbers of the loss are drawn.
             scaling: Scale of the first step's loss and its count; None without scaling.
+            disk: Holds the parts that rest on disks; None for none.
         """
-        self.layouts, self.placement = tuple(layouts), placement
+        self.layouts, self.placement, self.disk = tuple(layouts), placement, disk
         self.host: dict[Key, Slabs] = {}
         self.on_device: dict[Key, Slabs] = {}
         self.variables: list[jax.Array] = []
@@ -89,7 +93,7 @@ class Store:
         """Adds arrays, encoded by a layout, to a part at rest; slabs come in order.
 
         Returns:
-            The arrays at rest, which may still be in flight.
+            The arrays at rest, which may still be in flight; none of a part on disks.
         """
         return self._append(key, self.placement.put(list(arrays), self.placement.slabs_at_rest))
 
@@ -100,6 +104,9 @@ class Store:
 
     def _append(self, key: Key, resting: Iterable[jax.Array]) -> Slabs:
         added = tuple(resting)
+        if self.disk is not None and key in self.disk:
+            self.disk.append(key, added)
+            return ()
         self.host[key] = (*self.host.get(key, ()), *added)
         return added
 
@@ -111,19 +118,32 @@ class Store:
         """Drops all slabs in both tiers, to be filled anew."""
         self.host.clear()
         self.on_device.clear()
+        if self.disk is not None:
+            self.disk.drop()
         self.ok = self.small(jnp.array(True))
 
     # ---- reading, at rest
 
+    def at_rest(self, key: Key) -> Slabs:
+        """The arrays of a part in pinned memory; new ones of a part on disks; none of no part."""
+        if self.disk is not None and key in self.disk:
+            return self.disk.at_rest(key)
+        return self.host.get(key, ())
+
     def leaves(self, key: Key) -> list[np.ndarray]:
         """The leaves of a part as host arrays, which share its memory if possible."""
-        layout, arrays = self.layouts[key.owner], self._readable(self.host.get(key, ()))
+        layout, arrays = self.layouts[key.owner], self._readable(self.at_rest(key))
         own = layout.master if key.kind is Kind.MASTERS else layout.state
         return read_leaves(own, arrays)
 
     def reader(self, key: Key, position: int, part: int) -> Reader:
-        """A function that reads this process's runs of one part of a leaf; it keeps the slab."""
-        layout, arrays = self.layouts[key.owner], self.host[key]
+        """A function that reads this process's runs of one part of a leaf; it keeps the slab.
+
+        A part on disks is read when the function is called; see `before_replacing`.
+        """
+        layout = self.layouts[key.owner]
+        on_disk = self.disk is not None and key in self.disk
+        arrays = self.disk.shards(key) if self.disk is not None and on_disk else self.host[key]
         own, i = layout.leaf(key.kind, position)
         if key.kind is Kind.OPTIMIZER_STATE:
             arrays = layout.state.by_slab(arrays)[layout.state.places[position][0]]

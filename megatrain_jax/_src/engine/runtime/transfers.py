@@ -30,16 +30,16 @@ once. In a round of copies the faster way ends first, so the slower one is alone
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, islice
 
 import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.engine.runtime.store import Slabs, Store
-from megatrain_jax._src.engine.schedule.instructions import Op
+from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.state.placement import Placement
 from megatrain_jax._src.engine.state.pool import unfilled
 
@@ -145,12 +145,20 @@ class Transfers:
         # Offloads not waited for, by task: slabs that stay on the device until then, and their
         # copies.
         self._leaving: dict[tuple[int, Key], tuple[Slabs, Slabs]] = {}
+        self._disk = store.disk
+        # Fetched parts that are still being read from disks, in order.
+        self._awaited: dict[Key, None] = {}
 
     def move(self, op: Op, key: Key, task: int, rows: Rows) -> None:
         """Carries out a FETCH, OFFLOAD or RELEASE of a task."""
         if op is Op.FETCH:
             self._fetch(key, rows)
             return
+        if key in self._awaited:
+            if op is Op.RELEASE:
+                self._bring_until(key, give_up=True)
+                return
+            self.bring([key])
         if key.kind is Kind.ACTIVATION:
             source = tuple(row.pop(key.owner) for row in rows)
         else:
@@ -159,7 +167,58 @@ class Transfers:
         if op is Op.OFFLOAD:
             self._offload(key, source, task)
 
+    def follow(self, *lists: Sequence[Instruction]) -> None:
+        """Reads ahead from disks in the order of the instructions that come next."""
+        if self._disk is not None:
+            self._disk.follow(self._awaited, chain.from_iterable(lists))
+
+    def bring(self, keys: Iterable[Key]) -> None:
+        """Waits for those of some parts that are being read from disks, and copies them."""
+        for key in keys:
+            if key in self._awaited:
+                self.dispatch()  # a read may have to wait for an offload that is only collected
+                self._bring_until(key)
+        self.dispatch()
+
+    def settle(self, keys: Iterable[Key]) -> None:
+        """Waits until parts from disks are on the device, before an update reuses their memory."""
+        if self._disk is not None:
+            for key in keys:
+                self._disk.settle(key)
+
+    def _bring_until(self, last: Key, *, give_up: bool = False) -> None:
+        """Waits for parts from disks up to one of them, which may be given up instead."""
+        assert self._disk is not None
+        classes = self._disk.classes
+        # Parts of one class are read in the order of their fetches.
+        for key in [key for key in self._awaited if classes[key] == classes[last]]:
+            if not self._disk.is_ready(key):  # a slot may be waiting for its copy
+                self._streams.dispatch()
+            if key == last and give_up:
+                self._disk.give_up(key)
+                del self._awaited[key]
+            else:
+                self._bring(key)
+            if key == last:
+                return
+
+    def _bring(self, key: Key) -> None:
+        """Collects the copies of a part from disks to the device; waits until it has been read."""
+        disk = self._disk
+        assert disk is not None
+
+        def arrive(slabs: Slabs) -> None:
+            self.store.on_device[key] = slabs
+            disk.copied(key, slabs)
+
+        self._streams.to_device(disk.take(key), arrive)
+        del self._awaited[key]
+
     def _fetch(self, key: Key, rows: Rows) -> None:
+        if self._disk is not None and key in self._disk:
+            self._awaited[key] = None
+            return
+
         def arrive(slabs: Slabs) -> None:
             if key.kind is Kind.ACTIVATION:
                 for row, value in zip(rows, slabs, strict=True):
@@ -177,9 +236,16 @@ class Transfers:
             self.dispatch()  # waiting for a checkpoint may take long
             self.store.before_replacing(key.owner)
 
+        disk = self._disk if self._disk is not None and key in self._disk else None
+        if disk is not None:
+            disk.wait_for_room(key)
+
         # The schedule counts the source's bytes until `wait_for_offload`.
         def land(slabs: Slabs) -> None:
-            self.store.host[key] = slabs
+            if disk is not None:
+                disk.write(key, slabs)
+            else:
+                self.store.host[key] = slabs
             self._leaving[task, key] = source, slabs
 
         self._streams.to_host(source, land)
@@ -187,10 +253,13 @@ class Transfers:
     @property
     def fetching(self) -> bool:
         """Whether a fetch has been collected and not dispatched."""
-        return self._streams.fetching
+        return self._streams.fetching or bool(self._awaited)
 
     def dispatch(self) -> None:
-        """Dispatches the collected copies."""
+        """Dispatches the collected copies, and those from disks that have been read."""
+        for key in list(self._awaited):
+            if self._disk is not None and self._disk.is_ready(key):
+                self._bring(key)
         self._streams.dispatch()
 
     def wait_for_offload(self, task: int, key: Key) -> None:
@@ -205,7 +274,7 @@ class Transfers:
     def rest(self) -> None:
         """Blocks until all state is in the host."""
         self.dispatch()
-        assert not self.store.on_device
+        assert not self.store.on_device and not self._awaited
         self._leaving.clear()
         jax.block_until_ready(self.store.host)
 
@@ -213,6 +282,9 @@ class Transfers:
         """Forgets all transfers, collected or dispatched."""
         self._streams.forget()
         self._leaving.clear()
+        self._awaited.clear()
+        if self._disk is not None:
+            self._disk.abandon()
 
 
 # ---- copy rates

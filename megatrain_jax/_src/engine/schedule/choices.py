@@ -22,6 +22,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TypeVar
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.common.remembering import IdentityKey, remembered
@@ -210,7 +211,7 @@ def _spread_out(workload: Workload, budget: int) -> Family:
     # Around the ends of a model, larger groups may leave no memory for residuals.
     able = [stage for stage in _ranked(workload) if fits((), (stage,))]
     of_a_kind = groupby(able, lambda s: (workload.costs.recompute[s], workload.residuals[s]))
-    stages = tuple(stage for _, those in of_a_kind for stage in _spread(list(those)))
+    stages = tuple(stage for _, those in of_a_kind for stage in spread_out(list(those)))
 
     @functools.cache
     def of(count: int) -> Choice:
@@ -238,7 +239,10 @@ def _rests_in_host(unit: tuple[Key, ...]) -> bool:
     return unit[0].kind in LASTING
 
 
-def _spread(groups: Sequence[int]) -> list[int]:
+_T = TypeVar("_T")
+
+
+def spread_out(groups: Sequence[_T]) -> list[_T]:
     """Reorders groups so that the first few, and the rest, are spread over all of them.
 
     While a forward computes with groups that stay, the next group that moves arrives. Moving groups
@@ -265,8 +269,11 @@ def _units(lists: TaskLists, masters_first: bool) -> list[tuple[Key, ...]]:
     # computation hides less of their transfer. Groups that no stage reads come last.
     ends = (*workload.stages[0], *workload.stages[-1])
     blocks = list(dict.fromkeys(group for stage in workload.stages for group in stage))
-    blocks = _spread(blocks) if masters_first else blocks
+    blocks = spread_out(blocks) if masters_first else blocks
     groups = dict.fromkeys((*ends, *blocks, *range(len(workload.sizes))))
+    if workload.on_disk:  # what stays on the device need not be read and written
+        on_disk = {key.owner for key in workload.on_disk}
+        groups = dict.fromkeys(sorted(groups, key=lambda group: group not in on_disk))
     # Gradients that are made last are used first.
     last = workload.waves - 1
     produced = [group for _, complete in gradient_tasks(workload, last) for group in complete]

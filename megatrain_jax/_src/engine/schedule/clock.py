@@ -1,10 +1,10 @@
 """Estimates when each instruction of a schedule happens, from a few rates.
 
-Several units work in parallel: the driver dispatches, the device computes in order, and each link
-copies in two lanes, inward and outward. A copy to the device starts after all computations that
-were dispatched before it, because its memory is allocated in their order. A copy to the host starts
-after the last computation. Both lanes share the host's memory, and it serves copies in the order of
-their dispatch.
+Several units work in parallel: the driver dispatches, the device computes in order, and the link to
+the host copies in two lanes, inward and outward. A copy to the device starts after all computations
+that were dispatched before it, because its memory is allocated in their order. A copy to the host
+starts after the last computation. Both lanes share the host's memory, and it serves copies in the
+order of their dispatch.
 
 Example: parts of 4 bytes, one second per byte, 6 seconds per forward, and no time for dispatch:
 
@@ -22,13 +22,21 @@ If each copied byte delayed computations by 0.1 seconds, the offload of M0 would
 forward by 0.4. If the host's memory took 1.5 seconds per byte, M0 would arrive at 6 and M1 at 12.
 The offload of M0 would then start at 12 and take 4 seconds of its lane, but 6 of the memory: until
 18.
+
+The path of a part that rests on a disk has one more lane each way. Reads run ahead in the order of
+the fetches, without the driver; a part is read once it has been written and a slot of its class is
+free. The driver waits at an offload until another part may wait in memory to be written. If M0 to
+M2 are on a disk that reads a byte in 2 seconds, M0 is read from 0 to 8, M1 until 16, and M2, whose
+slot is free when M0 is on the device, until 24.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatrain_jax._src.common.keys import Key
-from megatrain_jax._src.engine.schedule.workload import Costs, Link
+from megatrain_jax._src.engine.schedule.workload import SLOTS, Costs
+
+_NONE = (0.0,) * SLOTS
 
 
 @dataclass(kw_only=True)
@@ -37,22 +45,36 @@ class Clock:
 
     Attributes:
         costs: The rates.
+        on_disk: The parts that rest on disks, with their class; see `Workload`.
         driver: When the driver can dispatch the next instruction.
         device: When the device has finished all computations.
-        inward: When the inward lane of each link, by name, has finished all copies.
-        outward: When the outward lane of each link, by name, has finished all copies.
-        shared: When the shared memory of each link, by name, has finished all copies.
+        inward: When the lane to the device has finished all copies.
+        outward: When the lane to the host has finished all copies.
+        shared: When the host's memory has finished all copies.
+        read: When the disks have finished all reads.
+        written: When the disks have finished all writes.
+        brought: When all parts from disks have been copied to the device.
+        slots: For each class, when its slots become free.
+        outgoing: For each class, when its last parts have been written.
+        current: When the last version of each part has been written.
         arrived: When each fetched part arrives on the device.
         computed: When each task has been computed.
         landed: When each offloaded part, by task and part, arrives in the host.
     """
 
     costs: Costs
+    on_disk: Mapping[Key, int] = field(default_factory=dict)
     driver: float = 0.0
     device: float = 0.0
-    inward: dict[str, float] = field(default_factory=dict)
-    outward: dict[str, float] = field(default_factory=dict)
-    shared: dict[str, float] = field(default_factory=dict)
+    inward: float = 0.0
+    outward: float = 0.0
+    shared: float = 0.0
+    read: float = 0.0
+    written: float = 0.0
+    brought: float = 0.0
+    slots: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    outgoing: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    current: dict[Key, float] = field(default_factory=dict)
     arrived: dict[Key, float] = field(default_factory=dict)
     computed: dict[int, float] = field(default_factory=dict)
     landed: dict[tuple[int, Key], float] = field(default_factory=dict)
@@ -60,12 +82,18 @@ class Clock:
     def fetch(self, key: Key, size: int) -> None:
         """Copies a part to the device."""
         self._dispatch()
-        link = self.costs.link_of(key)
-        self.arrived[key] = self._carry(link, self.inward, size * link.inward, size)
+        seconds = size * self.costs.link.inward
+        read = self._read(key, size) if key in self.on_disk else 0.0
+        self.inward = self.arrived[key] = self._carry(self.inward, seconds, size)
+        if key in self.on_disk:
+            # Copies from memory that are dispatched later need not wait for a read.
+            self.brought = max(self.inward, max(read, self.brought) + seconds)
+            self.arrived[key], number = self.brought, self.on_disk[key]
+            self.slots[number] = (*self.slots.get(number, _NONE)[1:], self.brought)
 
     def inward_until(self, key: Key) -> float:
-        """The time when the inward lane of a part's link becomes idle."""
-        return self.inward.get(self.costs.link_of(key).name, 0.0)
+        """The time when the lanes of a part's path to the device become idle."""
+        return max(self.inward, self.read) if key in self.on_disk else self.inward
 
     def compute(
         self, touches: tuple[Key, ...], seconds: float, task: int, on_link: float = 0.0
@@ -75,9 +103,10 @@ class Clock:
         self.device = self.computed[task] = over = self.over(touches, seconds)
         if on_link:
             # Collectives through the host occupy both lanes and the memory, so copies wait.
-            for lane in (self.inward, self.outward, self.shared):
-                name = self.costs.link.name
-                lane[name] = max(lane.get(name, 0.0), over - seconds) + on_link
+            start = over - seconds
+            self.inward = max(self.inward, start) + on_link
+            self.outward = max(self.outward, start) + on_link
+            self.shared = max(self.shared, start) + on_link
         # A part that a computation has used is present, so its arrival time is no longer needed.
         for key in touches:
             self.arrived.pop(key, None)
@@ -94,8 +123,16 @@ class Clock:
     def offload(self, key: Key, size: int, task: int) -> None:
         """Copies a part from the device, after the last computation."""
         self._dispatch()
-        link = self.costs.link_of(key)
-        self.landed[task, key] = self._carry(link, self.outward, size * link.outward, size)
+        if key in self.on_disk:
+            outgoing = self.outgoing.get(self.on_disk[key], _NONE)
+            self.driver = max(self.driver, outgoing[0])
+        self.outward = self._carry(self.outward, size * self.costs.link.outward, size)
+        self.landed[task, key] = self.outward
+        if key in self.on_disk:
+            assert self.costs.disk is not None
+            self.written = max(self.written, self.outward) + size * self.costs.disk.written
+            self.outgoing[self.on_disk[key]] = (*outgoing[1:], self.written)
+            self.current[key] = self.written
 
     def wait(self, task: int) -> None:
         """Makes the driver wait until a task has been computed."""
@@ -114,24 +151,30 @@ class Clock:
         return replace(
             self,
             device=max(self.device, self.driver + self.costs.batch),
-            inward=dict(self.inward),
-            outward=dict(self.outward),
-            shared=dict(self.shared),
+            slots=dict(self.slots),
+            outgoing=dict(self.outgoing),
+            current=dict(self.current),
             arrived=dict(self.arrived),
             computed={task - num_tasks: at for task, at in self.computed.items()},
             landed={(task - num_tasks, key): at for (task, key), at in self.landed.items()},
         )
 
-    def _carry(self, link: Link, lane: dict[str, float], seconds: float, size: int) -> float:
-        """Copies a part over one lane of a link; returns the time when the copy is done."""
+    def _read(self, key: Key, size: int) -> float:
+        """Reads a part from the disks; returns the time when that is done."""
+        assert self.costs.disk is not None
+        free = self.slots.get(self.on_disk[key], _NONE)[0]
+        start = max(self.read, free, self.current.get(key, 0.0))
+        self.read = start + size * self.costs.disk.read
+        return self.read
+
+    def _carry(self, lane: float, seconds: float, size: int) -> float:
+        """Copies a part over one lane of the link; returns the time when the copy is done."""
         ready = max(self.driver, self.device)
         # The copy is done when both its lane and the shared memory have carried it. The slower of
         # the two occupies the lane.
-        self.shared[link.name] = max(ready, self.shared.get(link.name, 0.0)) + size * link.shared
-        own = max(ready, lane.get(link.name, 0.0)) + seconds
-        lane[link.name] = max(own, self.shared[link.name])
+        self.shared = max(ready, self.shared) + size * self.costs.link.shared
         self.device += size * self.costs.delay
-        return lane[link.name]
+        return max(ready + seconds, lane + seconds, self.shared)
 
     def _dispatch(self) -> None:
         self.driver += self.costs.dispatch

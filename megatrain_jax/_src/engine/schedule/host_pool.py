@@ -21,6 +21,7 @@ from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.schedule.host_copies import host_changes
 from megatrain_jax._src.engine.schedule.schedule import Schedule
 from megatrain_jax._src.engine.schedule.tasks import TaskLists
+from megatrain_jax._src.engine.schedule.workload import SLOTS
 
 # XLA's constants, in bytes.
 _ALIGNMENT, _LEAST_SPLIT = 256, 2**27
@@ -45,7 +46,11 @@ def bytes_with_gaps(
     Returns:
         Bytes, at least as many as the state at rest takes.
     """
-    pool, held = _EndlessPool(), dict[Key, list[int]]()
+    pool, held, on_disk = _EndlessPool(), dict[Key, list[int]](), lists.workload.on_disk
+    ways = {n: 1 if k.owner in lists.workload.frozen else 2 for k, n in on_disk.items()}
+    for number, key in {number: key for key, number in on_disk.items()}.items():
+        for size in ways[number] * SLOTS * [*arrays(key)]:  # slots, and what waits to be written
+            pool.allocate(size)
     leaving: list[tuple[int, int]] = []  # arrays that are read until a task has been computed
 
     def put(key: Key) -> None:
@@ -64,7 +69,7 @@ def bytes_with_gaps(
                 free_until(task)
                 continue
             leaving.extend((task, start) for start in held.pop(key, ()))
-            if is_new:
+            if is_new and key not in on_disk:
                 put(key)
         if name in ("flush", "evaluation"):  # everything comes to rest
             free_until(math.inf)
@@ -73,7 +78,8 @@ def bytes_with_gaps(
 
     for group in range(len(lists.workload.sizes)):
         for kind in (Kind.MASTERS, Kind.OPTIMIZER_STATE):
-            put(Key(kind, group))
+            if Key(kind, group) not in on_disk:
+                put(Key(kind, group))
     steady = min(_STEADY_STEPS, max(1, _INSTRUCTIONS // len(schedule.steady)))
     cycle = ("cold", *["steady"] * steady, "flush", "evaluation")
     length = sum(len(getattr(schedule, name)) for name in cycle)

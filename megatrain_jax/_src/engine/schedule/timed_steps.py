@@ -86,13 +86,12 @@ class Steps:
     @functools.cached_property
     def copied(self) -> tuple[int, float]:
         """Bytes that a steady step copies, in both directions, and the copies' seconds in all."""
-        num_bytes, seconds, costs = 0, 0.0, self.workload.costs
+        num_bytes, seconds, link = 0, 0.0, self.workload.costs.link
         for instruction in self.steady.instructions:
             key, task = instruction.key, instruction.task
             if instruction.op in (Op.FETCH, Op.OFFLOAD) and key is not None and task is not None:
                 # Evictions before the first task have the task number -1.
                 size = self.lists.times(max(0, task)) * self.workload.size(key)
-                link = costs.link_of(key)
                 num_bytes += size
                 seconds += size * max(link.inward, link.outward, link.shared)
         return num_bytes, seconds
@@ -178,7 +177,7 @@ def _left_out(lists: TaskLists, steady: Residency) -> float:
 
 def at_rest(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Residency:
     """The state of an empty device."""
-    clock = Clock(costs=lists.workload.costs)
+    clock = Clock(costs=lists.workload.costs, on_disk=lists.workload.on_disk)
     device = Residency(workload=lists.workload, limit=limit, resident=resident, clock=clock)
     # Resident state has its memory reserved from the start, and is fetched at its first use.
     # Passing residents get their memory when they are created.

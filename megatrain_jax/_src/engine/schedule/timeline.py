@@ -19,8 +19,10 @@ from megatrain_jax._src.engine.schedule.schedule import Schedule
 from megatrain_jax._src.engine.schedule.tasks import Computation, Task, build_task_lists
 from megatrain_jax._src.engine.schedule.workload import Workload
 
-Lane = Literal["copies in", "compute", "copies out"]
+Lane = Literal["copies in", "compute", "copies out", "disk reads", "disk writes"]
 LANES: tuple[Lane, ...] = ("copies in", "compute", "copies out")
+DISK_LANES: tuple[Lane, ...] = ("disk reads", "disk writes")
+"""The further lanes of a step with state on disks."""
 # The number of steady steps to run; the last one is shown. By then, steps no longer differ.
 _STEADY_STEPS = 3
 
@@ -75,7 +77,7 @@ def memory(workload: Workload, schedule: Schedule) -> tuple[tuple[float, int], .
 def _steady(workload: Workload, schedule: Schedule) -> tuple[list[Span], list[float], float]:
     """Spans of a steady step, the device's time before each instruction, and the step's start."""
     lists = build_task_lists(replace(workload, kept=schedule.kept))
-    clock = Clock(costs=workload.costs)
+    clock = Clock(costs=workload.costs, on_disk=workload.on_disk)
     spans, times = replay(clock, workload, schedule.cold, lists.cold)
     began = 0.0
     for _ in range(_STEADY_STEPS):
@@ -105,7 +107,7 @@ def replay(
         elif op is Op.LAND and task is not None and key is not None:
             clock.land(task, key)
         elif op in (Op.FETCH, Op.OFFLOAD) and task is not None and key is not None:
-            spans.append(_copied(clock, workload, op, key, task))
+            spans.extend(_copied(clock, workload, op, key, task))
         elif op is not Op.RELEASE:
             computation, number = next(computations)
             assert computation.instruction == instruction
@@ -113,19 +115,27 @@ def replay(
     return spans, times
 
 
-def _copied(clock: Clock, workload: Workload, op: Op, key: Key, task: int) -> Span:
-    """Advances the clock by a copy, and returns its span."""
-    name, size = clock.costs.link_of(key).name, workload.size(key)
-    lane: Lane = "copies in" if op is Op.FETCH else "copies out"
-    times = clock.inward if op is Op.FETCH else clock.outward
-    free = times.get(name, 0.0)
+def _copied(clock: Clock, workload: Workload, op: Op, key: Key, task: int) -> Iterator[Span]:
+    """Advances the clock by a copy, and yields its spans."""
+    size, disk = workload.size(key), clock.costs.disk if key in clock.on_disk else None
     if op is Op.FETCH:
+        free = clock.inward
         clock.fetch(key, size)
+        end = clock.arrived[key]
     else:
+        free = clock.outward
         clock.offload(key, size, task)
+        end = clock.outward
     # Like `Clock._carry`: the lane must be free, and the device done with its current work.
     start = max(free, clock.driver, clock.device)
-    return Span(lane=lane, what=key.kind, of=key.owner, start=start, end=times[name])
+    if disk is not None and op is Op.FETCH:
+        start = max(start, end - size * clock.costs.link.inward)  # after its read
+    lane = LANES[0] if op is Op.FETCH else LANES[2]
+    yield Span(lane=lane, what=key.kind, of=key.owner, start=start, end=end)
+    if disk is not None:
+        over, each = (clock.read, disk.read) if op is Op.FETCH else (clock.written, disk.written)
+        own = DISK_LANES[0 if op is Op.FETCH else 1]
+        yield Span(lane=own, what=key.kind, of=key.owner, start=over - size * each, end=over)
 
 
 def _computed(clock: Clock, computation: Computation, task: int) -> Iterator[Span]:
@@ -135,10 +145,6 @@ def _computed(clock: Clock, computation: Computation, task: int) -> Iterator[Spa
     end, of = clock.device, row.group if row.stage is None else row.stage
     yield Span(lane="compute", what=row.op, of=of, start=end - seconds, end=end)
     if computation.seconds_on_link:
-        name, length = clock.costs.link.name, computation.seconds_on_link
-        lanes: tuple[tuple[Lane, float], ...] = (
-            ("copies in", clock.inward[name]),
-            ("copies out", clock.outward[name]),
-        )
-        for lane, over in lanes:
+        length = computation.seconds_on_link
+        for lane, over in ((LANES[0], clock.inward), (LANES[2], clock.outward)):
             yield Span(lane=lane, what="exchange", of=None, start=over - length, end=over)

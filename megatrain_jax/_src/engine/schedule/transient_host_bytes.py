@@ -62,7 +62,7 @@ def find_waiting(
     by_kind: Counter[Kind] = Counter()
     found = by_kind.copy()
     for key, _, is_new in chain.from_iterable(host_changes(*row) for row in lists):
-        if key is None or key.kind in LASTING:
+        if key is None or key.kind in LASTING or key in workload.on_disk:
             continue
         size = workload.size(key) if is_new else 0
         more = size - waiting.get(key, 0)
@@ -83,13 +83,18 @@ def in_flight_bytes(workload: Workload, steady: Sequence[Instruction]) -> int:
     keys = {r.key for r in steady if r.op is Op.OFFLOAD}
     groups = {key.owner for key in keys if key is not None and key.kind in LASTING}
     state = (Kind.MASTERS, Kind.OPTIMIZER_STATE)
-    moving = {g: sum(workload.size(Key(k, g)) for k in state) for g in groups}
+    moving = {g: sum(_size_in_memory(workload, Key(k, g)) for k in state) for g in groups}
     # Between waves, the device reads an old sum of gradients while the next one arrives.
     if workload.waves > 1:
         for key in keys:
             if key is not None and key.kind is Kind.GRADIENT:
-                moving[key.owner] = max(moving.get(key.owner, 0), workload.size(key))
+                moving[key.owner] = max(moving.get(key.owner, 0), _size_in_memory(workload, key))
     return sum(sorted(moving.values(), reverse=True)[:_TASKS_IN_FLIGHT])
+
+
+def _size_in_memory(workload: Workload, key: Key) -> int:
+    """Bytes of a part that rests in memory; `Workload.resting_bytes` counts those on disks."""
+    return 0 if key in workload.on_disk else workload.size(key)
 
 
 def least_transient_host_bytes(lists: TaskLists, limit: int) -> int:
@@ -108,9 +113,13 @@ def least_transient_host_bytes(lists: TaskLists, limit: int) -> int:
         limit: Maximum bytes on the device.
     """
     size, alive, waiting = lists.workload.size, set[Key](), 0
+    on_disk = lists.workload.on_disk
     steps = [c for task in (*lists.cold, *lists.steady) for c in task.computations]
     for computation in steps:
-        alive.update(key for key in computation.creates if key.kind not in LASTING)
+        # Parts on disks take none, beside their slots.
+        alive.update(
+            key for key in computation.creates if key.kind not in LASTING and key not in on_disk
+        )
         used = sum(size(key) for key in computation.touches if key.kind in LASTING)
         # Each live part is on the device, beside the state in use, or it waits in the host.
         waiting = max(waiting, sum(map(size, alive)) + used - limit)
@@ -126,7 +135,7 @@ def _least_in_flight(workload: Workload, steps: Iterable[Computation], limit: in
     and one of 2 stay, and 8 + 2 + 2 bytes of the remaining groups are in flight.
     """
     updated = {key.owner for c in steps for key in c.dirties if key.kind in LASTING}
-    found = (sum(workload.size(Key(kind, group)) for kind in LASTING) for group in updated)
+    found = (sum(_size_in_memory(workload, Key(k, group)) for k in LASTING) for group in updated)
     # Groups of 0 bytes are added, because fewer than three groups may move.
     sizes = [*sorted(found, reverse=True), *(0,) * _TASKS_IN_FLIGHT]
     before, least = list(accumulate(sizes, initial=0)), sum(sizes)

@@ -11,20 +11,35 @@ from megatrain_jax._src.common.sizes import sized
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A full-duplex connection between the device and a memory that stores parts.
+    """The full-duplex connection between a device and its host's memory.
 
     Attributes:
-        name: A name that identifies the link.
         inward: Seconds per byte to the device.
         outward: Seconds per byte from the device.
         shared: Seconds per byte in a resource that both directions share, such as the host's
             memory; 0 if it never limits transfers.
     """
 
-    name: str
     inward: float
     outward: float
     shared: float = 0.0
+
+
+SLOTS = 2
+"""Number of parts of equal shapes that may be between a disk and the device, each way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskLink:
+    """One device's share of the connection between the host's memory and its disks.
+
+    Attributes:
+        read: Seconds per byte to the host, while as much is written.
+        written: Seconds per byte from the host.
+    """
+
+    read: float
+    written: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +62,7 @@ class Costs:
             writes the device's memory, too. Rates of real steps contain it, times of functions
             that were called alone do not.
         link: The connection to the host.
+        disk: The connection between the host and its disks; unused if nothing rests there.
         dispatch: Dispatch of one instruction by the driver.
         batch: Arrival of a step's batch on the device, after the driver has dispatched the step
             before it. All computations of the step wait for it.
@@ -62,6 +78,7 @@ class Costs:
     reduce: tuple[float, ...] = ()
     delay: float = 0.0
     link: Link
+    disk: DiskLink | None = None
     dispatch: float = 0.0
     batch: float = 0.0
 
@@ -79,11 +96,6 @@ class Costs:
             forward_on_link=times(self.forward_on_link),
             backward_on_link=times(self.backward_on_link),
         )
-
-    def link_of(self, key: Key) -> Link:
-        """The link that moves a part; the only place that decides this."""
-        del key  # all parts rest in the host
-        return self.link
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -111,6 +123,8 @@ class Workload:
         waves: Number of equal parts of the microbatches that go through the stages one after
             another. Bytes of activations and residuals are counted for one wave.
         reduce_reads: Kinds that REDUCE reads besides the gradient.
+        on_disk: The parts that rest on disks, each with the number of its class: parts of a class
+            have equal shapes, and share slots in the host's memory.
         costs: Seconds that its computations and transfers take.
     """
 
@@ -131,6 +145,7 @@ class Workload:
     accumulate: bool = False
     waves: int = 1
     reduce_reads: frozenset[Kind] = frozenset()
+    on_disk: Mapping[Key, int] = field(default_factory=dict)
     costs: Costs
 
     def __post_init__(self) -> None:
@@ -190,15 +205,29 @@ class Workload:
         return sizes
 
     def seconds_inward(self, keys: Iterable[Key]) -> float:
-        """Seconds to copy parts to the device; links work in parallel."""
-        sizes: dict[str, int] = {}
-        rates: dict[str, float] = {}
-        for key in keys:
-            link = self.costs.link_of(key)
-            sizes[link.name] = sizes.get(link.name, 0) + self.size(key)
-            # Assumes no traffic in the outward direction, so only the slower rate counts.
-            rates[link.name] = max(link.inward, link.shared)
-        return max((size * rates[name] for name, size in sizes.items()), default=0.0)
+        """Seconds to copy parts to the device."""
+        # Assumes no traffic in the outward direction, so only the slower rate counts.
+        link = self.costs.link
+        return sum(map(self.size, keys)) * max(link.inward, link.shared)
+
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes of one device's masters and optimizer state in the host, and of disks' slots.
+
+        Parts on disks have slots on their way to the device, and as many new arrays of those that
+        are updated wait there until they are written.
+        """
+        in_memory = sum(
+            size
+            for group, row in enumerate(self.sizes)
+            for kind, size in row.items()
+            if kind in LASTING and Key(kind, group) not in self.on_disk
+        )
+        classes: dict[int, int] = {}
+        for key, number in self.on_disk.items():
+            ways = 1 if key.owner in self.frozen else 2
+            classes[number] = max(classes.get(number, 0), ways * SLOTS * self.size(key))
+        return in_memory + sum(classes.values())
 
     @property
     def trained_groups(self) -> list[int]:

@@ -20,10 +20,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 
 import jax.numpy as jnp
 import numpy as np
 
+from megatrain_jax._src.common.keys import Key
 from megatrain_jax._src.common.remembering import remembered
 from megatrain_jax._src.engine.kernels.bound_stage import (
     BackwardMode,
@@ -170,6 +172,7 @@ def bind_step(
     host_room: float = math.inf,
     waves: int = 1,
     training: bool = True,
+    on_disk: Mapping[Key, int] = MappingProxyType({}),
 ) -> BoundStep:
     """Binds a cut loss to groups and schedules it for a machine.
 
@@ -183,6 +186,7 @@ def bind_step(
         host_room: Host bytes per device that are available in addition to the state at rest.
         waves: Number of equal parts of the microbatches that go through the stages one by one.
         training: Whether it is a training step; an evaluation has no backward.
+        on_disk: See `Workload`.
     """
     num_devices, narrow_sums = options.num_devices, _rounding_of_sums(options.dtypes)
     hardware = options.machine or card("H200")  # some machine has to be assumed to order a step
@@ -220,6 +224,7 @@ def bind_step(
         deferred=cut.optimizer.deferred,
         accumulate=microbatches > 1,
         reduce_reads=cut.optimizer.reduce_reads,
+        on_disk=dict(on_disk),
         costs=dataclasses.replace(costs, batch=batch_seconds(program, microbatches, num_devices)),
     )
     selective = None

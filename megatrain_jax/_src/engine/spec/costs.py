@@ -28,7 +28,7 @@ from megatrain_jax._src.engine.program.flops import flops_by_kind, is_product
 from megatrain_jax._src.engine.program.loss.gradients import leaves_read
 from megatrain_jax._src.engine.program.loss.stages import Program
 from megatrain_jax._src.engine.program.optimizer.cut import Fragment, OptimizerCut
-from megatrain_jax._src.engine.schedule.workload import Costs, Link
+from megatrain_jax._src.engine.schedule.workload import Costs, DiskLink, Link
 from megatrain_jax._src.engine.spec.traffic import (
     depthwise_seconds,
     extra_traffic_seconds,
@@ -51,6 +51,9 @@ _SECONDS_PER_CODE_BY_LEAF = 9e-12
 # Rate of a batch from NumPy's memory to a GPU: one thread copies it to pinned memory first.
 # Measured on the host of an H200: 77 MB in 20 ms.
 _BATCH_BYTES_PER_S = 3.8e9
+
+TYPICAL_DISK = 3.5e9, 2e9
+"""Bytes per second that an NVMe drive of PCIe 3 reads, and that it goes on writing."""
 
 
 def batch_bytes(program: Program, microbatches: int) -> int:
@@ -224,6 +227,7 @@ def find_costs(
         forward_on_link=tuple(on_link[0]),
         backward_on_link=tuple(on_link[1]),
         link=host_link(hardware, own),
+        disk=disk_link(hardware, own),
         dispatch=_SECONDS_PER_RECORD,
     )
 
@@ -267,11 +271,22 @@ def host_link(hardware: Hardware, num_devices: int) -> Link:
     # If the host's memory can serve all links in both directions, it never limits a transfer.
     is_enough = num_devices * (inward + outward) <= hardware.host_bytes_per_s
     return Link(
-        name="host",
         inward=1 / inward,
         outward=1 / outward,
         shared=0.0 if is_enough else of_host,
     )
+
+
+def disk_link(hardware: Hardware, num_devices: int) -> DiskLink:
+    """One device's share of its host's disks, with the rates of an ordinary drive if unknown.
+
+    Args:
+        hardware: The rates.
+        num_devices: Number of devices of each host.
+    """
+    rates = hardware.disk_read_bytes_per_s, hardware.disk_write_bytes_per_s
+    read, written = (num_devices / (r or d) for r, d in zip(rates, TYPICAL_DISK, strict=True))
+    return DiskLink(read=read, written=written)
 
 
 def _sums(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:

@@ -27,7 +27,6 @@ import math
 from collections.abc import Callable, Iterator
 
 from megatrain_jax._src.common.host_memory import resident_bytes
-from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.schedule.memory_demand import least_bytes, most_that_fit
@@ -36,9 +35,11 @@ from megatrain_jax._src.engine.schedule.tasks import build_task_lists
 from megatrain_jax._src.engine.schedule.transient_host_bytes import least_transient_host_bytes
 from megatrain_jax._src.engine.schedule.workload import Workload
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
-from megatrain_jax._src.engine.spec.costs import batch_bytes
+from megatrain_jax._src.engine.spec.costs import TYPICAL_DISK, batch_bytes
+from megatrain_jax._src.engine.spec.disk import state_for_disks
 from megatrain_jax._src.engine.spec.rescheduled import (
     with_recomputed_spans,
+    with_state_on_disk,
     workload_with_recomputed_spans,
 )
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
@@ -48,6 +49,9 @@ from megatrain_jax._src.engine.state.pool_limit import beside_bytes
 
 _SPANS = (1, 2, 3, 4, 6, 8, 12, 16)
 _MIB_BITS = 20
+# How often more state is put on disks, because a schedule needs more memory than expected, and the
+# least part of it that is added.
+_MOST_TRIALS, _MORE = 6, 32
 # On a CPU, the C library allocates arrays. It returns freed arrays of at least this size to the
 # system, and keeps the memory of smaller ones: after some steps on arrays of 1 to 16 MiB, it held
 # 1.6 to 1.95 times their bytes.
@@ -151,10 +155,11 @@ def host_process(spec: RunSpec, num_processes: int, processes_per_host: int) -> 
 def fit_to_host(
     spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
 ) -> RunSpec | None:
-    """The run that fits in the host with the fewest stages computed again.
+    """The run that fits in the host with the fewest stages computed again, or with disks.
 
     It has the fastest schedule with these stages. The run is unchanged if it fits already, or if
-    the host's memory is unknown.
+    the host's memory is unknown. With disks, a part of the state rests there if that is faster, or
+    if nothing else helps.
 
     Args:
         spec: The run, fitted to its device.
@@ -164,6 +169,48 @@ def fit_to_host(
     Returns:
         The run; None if it never fits.
     """
+    spread = num_processes, processes_per_host
+    in_memory = _fit_in_memory(spec, *spread)
+    if not spec.options.has_disk or (in_memory and in_memory.first is spec.first):
+        return in_memory
+    on_disk = fit_with_disk(spec, *spread)
+    found = [run for run in (in_memory, on_disk) if run is not None]
+    return min(found, key=lambda run: run.first.schedule.seconds, default=None)
+
+
+def fit_with_disk(spec: RunSpec, num_processes: int, processes_per_host: int) -> RunSpec | None:
+    """The run with as much state on disks as the host lacks memory; None if it never fits."""
+    spread = num_processes, processes_per_host
+    process, devices = host_process(spec, *spread), spec.first.num_devices
+    if process.usable_bytes is None or (most := process.most_bytes or 0) <= 0:
+        return None
+    room, step = most * num_processes // devices, spec.first
+    lacking = peak_bytes(step) // devices - room
+    for _ in range(_MOST_TRIALS):
+        on_disk = state_for_disks(spec, lacking)
+        if on_disk is None:
+            return None
+        taken = process.num_devices * sum(map(step.workload.size, on_disk))
+        if taken > (spec.options.disk_bytes or math.inf):
+            return None
+        resting = dataclasses.replace(step.workload, on_disk=on_disk).resting_bytes
+        try:
+            step = with_state_on_disk(spec.first, on_disk, spec.budget_bytes, room - resting)
+        except BudgetError:
+            return None
+        trial = dataclasses.replace(
+            spec, first=step, on_disk=on_disk, host_room=room - resting, fits_host=True
+        )
+        own = host_process(trial, *spread)
+        short = own.needed(peak_bytes(step) // num_processes) - (own.usable_bytes or 0)
+        if short <= 0:
+            return trial
+        lacking += max(short * num_processes // devices, lacking // _MORE)
+    return None
+
+
+def _fit_in_memory(spec: RunSpec, num_processes: int, processes_per_host: int) -> RunSpec | None:
+    """See `fit_to_host`, without disks."""
     process = host_process(spec, num_processes, processes_per_host)
     if (usable := process.usable_bytes) is None:
         return spec
@@ -259,7 +306,24 @@ def check_host(spec: RunSpec, num_processes: int, processes_per_host: int) -> No
         f"values and arrays on their way{beside}, {sized(rest)} for the rest of the "
         f"process. It may take {sized(most)} (`host_budget`, or what is available). "
         f"{_with_spans(process, spec, num_processes, needed)}Nothing was allocated. "
-        f"{_advice(process.fixed_bytes, most)}"
+        f"{_advice(process.fixed_bytes, most)}{_with_disk(spec, num_processes, processes_per_host)}"
+    )
+
+
+def _with_disk(spec: RunSpec, num_processes: int, processes_per_host: int) -> str:
+    """A sentence on what a disk would do for a run that has none; empty if it would not help."""
+    if spec.options.disk_folders:
+        return ""
+    found = fit_with_disk(spec, num_processes, processes_per_host)
+    if found is None:
+        return ""
+    step = found.first
+    num_bytes = step.num_devices * sum(map(step.workload.size, found.on_disk))
+    read, written = (rate / 1e9 for rate in TYPICAL_DISK)
+    return (
+        f" Or give a `disk_dir`: {sized(num_bytes)} would rest there, and on a drive that reads "
+        f"{read:g} GB/s and writes {written:g} a step would take about "
+        f"{step.schedule.seconds:.3g} s."
     )
 
 
@@ -389,6 +453,5 @@ def peak_bytes(step: BoundStep) -> int:
 
 
 def state_bytes(step: BoundStep) -> int:
-    """Host memory of all devices' masters and optimizer state."""
-    state = sum(s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE] for s in step.workload.sizes)
-    return step.num_devices * state
+    """Host memory of all devices' masters and optimizer state, and of slots for parts on disks."""
+    return step.num_devices * step.workload.resting_bytes

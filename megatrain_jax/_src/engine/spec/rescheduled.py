@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from megatrain_jax._src.common.keys import Key
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.schedule.schedule import Schedule
 from megatrain_jax._src.engine.schedule.search import find_schedule, reschedule, whole_schedule
@@ -31,6 +32,18 @@ def with_recomputed_spans(
     workload = workload_with_recomputed_spans(step, span, num_bytes)
     selective = step.selective and _computing_again(step.selective, workload.again)
     return _rescheduled(step, workload, selective, device_budget, host_room)
+
+
+def with_state_on_disk(
+    step: BoundStep, on_disk: Mapping[Key, int], device_budget: int | None, host_room: float
+) -> BoundStep:
+    """A training step with some of its state on disks; see `Workload` and `bind_step`."""
+
+    def of(workload: Workload) -> Workload:
+        return dataclasses.replace(workload, on_disk=on_disk)
+
+    selective = step.selective and of(step.selective)
+    return _rescheduled(step, of(step.workload), selective, device_budget, host_room)
 
 
 def in_waves(step: BoundStep, waves: int, device_budget: int | None) -> BoundStep:

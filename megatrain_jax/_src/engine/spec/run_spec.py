@@ -8,13 +8,14 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from megatrain_jax._src.common.keys import Key
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
 from megatrain_jax._src.engine.adapt.loss_function import EvalLoss, argument_of
@@ -58,6 +59,7 @@ class RunSpec:
         host_room: Host bytes per device that are available in addition to the state at rest;
             infinite if unknown.
         fits_host: Whether the run's steps fit in the host's memory.
+        on_disk: The parts that rest on disks, with their class; see `Workload`.
         leaves: All leaves of the model, in the store's order.
         grouping: Groups of the leaves.
         layouts: Layout of each group.
@@ -85,6 +87,7 @@ class RunSpec:
     room_bytes: int | None = None
     host_room: float = math.inf
     fits_host: bool = True
+    on_disk: Mapping[Key, int] = dataclasses.field(default_factory=dict)
     leaves: tuple[Leaf, ...]
     grouping: Grouping
     layouts: tuple[GroupLayout, ...]
@@ -222,6 +225,7 @@ class RunSpec:
                 host_room=self.host_room,
                 waves=waves,
                 training=train,
+                on_disk=self.on_disk,
             )
 
         # An evaluation fetches all weights once if the device and the host have room for the

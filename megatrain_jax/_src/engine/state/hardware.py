@@ -45,6 +45,9 @@ class Hardware:
         hosts: Number of hosts. A run sets it to the number of hosts that its processes are on.
         network_bytes_per_s: Bytes per second that each host receives from other hosts, while it
             sends as many; infinite by default, so that the network takes no time.
+        disk_read_bytes_per_s: Bytes per second that each host reads from its disks, while it writes
+            to them; `None` without disks for the state. A run with `disk_dir` measures both.
+        disk_write_bytes_per_s: Bytes per second that it writes meanwhile.
         flops_per_s: Floating-point operations per second in bfloat16 matrix products, or in float16
             if the card has no bfloat16.
         float32_share: Rate of float32 matrix products with JAX's default precision, as a share of
@@ -90,6 +93,8 @@ class Hardware:
     peer_bytes_per_s: float | None = None
     hosts: int = 1
     network_bytes_per_s: float = math.inf
+    disk_read_bytes_per_s: float | None = None
+    disk_write_bytes_per_s: float | None = None
     flops_per_s: float
     float32_share: float = 1.0
     float8_flops_per_s: float | None = None
@@ -124,6 +129,10 @@ class Hardware:
                 if math.isinf(1 / value):  # times divide by it
                     raise ValueError(checks.refused(name, "a number that is not that small", value))
                 object.__setattr__(self, name, value)
+        if (self.disk_read_bytes_per_s is None) != (self.disk_write_bytes_per_s is None):
+            raise ValueError(
+                "`disk_read_bytes_per_s` and `disk_write_bytes_per_s` are given together or not"
+            )
         for name in ("sustained", "sustained_attention", "float32_share", "device_share"):
             if (value := getattr(self, name)) is not None and value > 1:
                 raise ValueError(checks.refused(name, "a share of at most 1", value))

@@ -745,13 +745,18 @@ class GroupLayout:
         Returns:
             Bytes by kind: masters and optimizer state in their stored form, and the gradient.
         """
-        avals = {
-            Kind.MASTERS: self.master.at_rest,
-            Kind.OPTIMIZER_STATE: self.state.at_rest,
-            Kind.GRADIENT: () if gradient is None else self.master.gradient_avals(gradient),
-        }
-        shards = self.master.num_shards
-        return {kind: [num_bytes(x) // shards for x in row] for kind, row in avals.items()}
+        kinds, shards = (Kind.MASTERS, Kind.OPTIMIZER_STATE, Kind.GRADIENT), self.master.num_shards
+        return {k: [num_bytes(x) // shards for x in self.avals(k, gradient)] for k in kinds}
+
+    def avals(
+        self, kind: Kind, gradient: jax.typing.DTypeLike | None
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the arrays of a part; see `arrays`."""
+        if kind is Kind.MASTERS:
+            return self.master.at_rest
+        if kind is Kind.OPTIMIZER_STATE:
+            return self.state.at_rest
+        return () if gradient is None else self.master.gradient_avals(gradient)
 
     def sizes(self, gradient: jax.typing.DTypeLike | None) -> dict[Kind, int]:
         """The sums of `arrays`."""

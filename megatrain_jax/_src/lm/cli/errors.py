@@ -22,7 +22,7 @@ _ADVICE = (
     (r"`precision` asks for float8", "--products asks for float8"),
     (r"state that `precision` holds", "state that --state holds"),
     (r'`?\b([a-z]\w*)="(\w+)"`?', r"--\1 \2"),
-    (r"`(compute|device_budget|host_budget|microbatches)`", r"--\1"),
+    (r"`(compute|device_budget|disk_budget|disk_dir|host_budget|microbatches)`", r"--\1"),
 )
 
 

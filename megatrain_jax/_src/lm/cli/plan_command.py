@@ -231,8 +231,8 @@ def _changed(settings: PlanSettings, options: Sequence[_Option]) -> PlanSettings
 def _options(settings: PlanSettings, *lacking: str) -> Iterator[_Option]:
     """The options that need less of the missing memory, from the least to the most intrusive.
 
-    Options that only cost time come first, then rounded numbers, another optimizer, shorter rows,
-    and at last fewer trained parameters.
+    Options that only cost time come first, then rounded numbers, another optimizer, a drive,
+    shorter rows, and at last fewer trained parameters.
     """
     if "GPU memory" in lacking:
         budget = checks.device_budget(settings.device_budget)
@@ -261,6 +261,9 @@ def _options(settings: PlanSettings, *lacking: str) -> Iterator[_Option]:
     if settings.optimizer in ("adamw", "lion", "muon") and is_known:
         cost = "has no momentum and needs a learning rate of its own"
         yield _option(cost, optimizer="adafactor")
+    if "host memory" in lacking and settings.disk is None:
+        cost = "keeps a part of the state on a drive, a `disk_dir`, which takes longer and wears it"
+        yield _option(cost, disk="2GB/s")
     if settings.precision != "two_bytes":
         cost = "rounds parameters to 8 bits and moments to 4 bits, which is experimental"
         yield _option(cost, precision="two_bytes", state=None, master=None)

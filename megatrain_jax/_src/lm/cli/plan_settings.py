@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.sizes import counted, rate_of
+from megatrain_jax._src.common.sizes import counted, rate_of, read_and_write_rates
 from megatrain_jax._src.lm.cli import run_settings
 from megatrain_jax._src.lm.cli.catalogue import config_values
 
@@ -20,6 +20,8 @@ class PlanSettings(run_settings.Settings):
         hosts: Number of such hosts.
         network: Rate at which each host receives from the others, such as 400Gb/s or 8x400Gb/s;
             default: a network that takes no time.
+        disk: Rates of each host's disks, such as "7GB/s read, 2GB/s write", or one rate for both:
+            state that the host's memory can't hold rests there; default: no disk.
         host: Host memory in bytes, or such as 512GiB; default: this machine's or a typical host's.
         tokens: Tokens per step, over all GPUs; without it, the largest sizes that fit.
         length: Tokens of a row.
@@ -60,6 +62,7 @@ class PlanSettings(run_settings.Settings):
     gpus: int = 1
     hosts: int = 1
     network: str | None = None
+    disk: str | None = None
     host: int | str | None = None
     tokens: int | None = None
     length: int = 4096
@@ -92,6 +95,8 @@ class PlanSettings(run_settings.Settings):
         self.check_each(checks.integer, "gpus hosts length microbatches lora_rank")
         if self.network is not None:
             rate_of("network", self.network)
+        if self.disk is not None:
+            read_and_write_rates("disk", self.disk)
         self.check_use("network", self.hosts > 1, "several hosts: set `hosts`")
         if self.microbatches == "auto" and self.tokens is None:
             raise ValueError("`microbatches`=auto needs `tokens`: any batch fits in small parts")

@@ -49,6 +49,7 @@ class Planner:
             "num_gpus": settings.gpus,
             "hosts": settings.hosts,
             "network": settings.network,
+            "disk": settings.disk,
             "microbatches": settings.microbatches,
             "ema_decay": settings.ema_decay,
             "device_budget": checks.device_budget(settings.device_budget),

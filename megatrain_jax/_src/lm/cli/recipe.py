@@ -119,6 +119,8 @@ def run_options(
         "trainable": trainable,
         "device_budget": settings.device_budget,
         "host_budget": settings.host_budget,
+        "disk_dir": settings.disk_dir,
+        "disk_budget": settings.disk_budget,
         "seed": settings.seed,
         "hardware": here,
     }

@@ -130,6 +130,10 @@ class RunSettings(Settings):
         device_budget: GPU memory for state and activations, such as 22GiB, or minimum.
         host_budget: Maximum host memory of the process, such as 200GiB; default: all that is
             available.
+        disk_dir: Folder for the part of the state that the host's memory can't hold, or several of
+            different drives; default: none.
+        disk_budget: Maximum bytes that the process may take there, such as 500GiB; default: what is
+            free.
         checkpoints: Whether to save checkpoints, from which the same command resumes.
         checkpoint_every: Save after each multiple of this number of steps, and at the end.
         keep: Number of checkpoints to keep.
@@ -166,6 +170,8 @@ class RunSettings(Settings):
     products: Products | None = None
     device_budget: int | str | None = None
     host_budget: int | str | None = None
+    disk_dir: list[str] | str | None = None
+    disk_budget: int | str | None = None
     checkpoints: bool = True
     checkpoint_every: int | None = None
     keep: int = 1
@@ -199,6 +205,8 @@ class RunSettings(Settings):
         self.check_shares("warmup final_rate b1 b2")
         checks.device_budget(self.device_budget)
         checks.num_bytes("host_budget", self.host_budget)
+        checks.num_bytes("disk_budget", self.disk_budget)
+        self.check_use("disk_budget", self.disk_dir is not None, "a folder: set `disk_dir`")
         check_optimizer(self.optimizer)
         self.check_use(
             "b1 b2",
@@ -259,9 +267,9 @@ def listed(given: Sequence[str] | str | None) -> list[str]:
 # Options that may change when a run is resumed, because they affect neither batches nor updates;
 # `out`, because a folder may be moved, or its path written differently.
 CHANGEABLE_OPTIONS = frozenset(
-    "checkpoint_every checkpoints data_cache device_budget eval_data eval_every export export_as "
-    "export_dtype host_budget keep log_every logs mlflow out push push_private "
-    "sample_temperatures sample_tokens samples wandb workers".split()
+    "checkpoint_every checkpoints data_cache device_budget disk_budget disk_dir eval_data "
+    "eval_every export export_as export_dtype host_budget keep log_every logs mlflow out push "
+    "push_private sample_temperatures sample_tokens samples wandb workers".split()
 )
 
 

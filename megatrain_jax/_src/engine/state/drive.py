@@ -1,0 +1,251 @@
+"""Scratch space on drives: byte ranges that threads write and read past the system's cache.
+
+Each folder has one file without a name, so that nothing is left when the process ends, however it
+ends. Ranges are divided into pieces, which go to the emptiest file: several drives work at once.
+Every piece has a checksum in memory, so that a drive that returns other bytes is noticed.
+
+Example: 20 MiB on two drives, in pieces of 8 MiB::
+
+    piece          0          1          2
+    of the range   0 –  8     8 – 16     16 – 20
+    in file        first      second     first, after the piece before
+"""
+
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from megatrain_jax._src.common.sizes import sized
+
+_PIECE_BYTES = 2**23
+# Direct transfers have to begin and end at multiples of this, on the drive and in memory.
+_ALIGNMENT = 4096
+# A drive needs several requests at once to be fast.
+_THREADS = 4
+# Bytes copied each way to measure a drive.
+_MEASURED_BYTES = 2**29
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A piece of a range: its first byte there, its length, and where it lies."""
+
+    start: int
+    num_bytes: int
+    file: int
+    offset: int
+
+
+class Range:
+    """A range of bytes on the drives, with the checksums of its pieces as last written."""
+
+    def __init__(self, num_bytes: int, pieces: Sequence[_Piece]):
+        """Has no contents yet."""
+        self.num_bytes, self.pieces = num_bytes, pieces
+        self.sums: list[int | None] = [None] * len(pieces)
+
+
+class Drives:
+    """Ranges of bytes in a file of each folder.
+
+    Attributes:
+        num_bytes: Bytes of all ranges, with their padding.
+    """
+
+    def __init__(self, folders: Sequence[Path]):
+        """Makes the folders and the files; ranges are placed before `reserve`.
+
+        Raises:
+            OSError: If a folder can't be written.
+        """
+        self._folders = list(folders)
+        self._lengths = [0] * len(self._folders)
+        self._files: list[int] = []
+        self._buffers = threading.local()
+        for folder in self._folders:
+            with _told(folder, "can't be used"):
+                folder.mkdir(parents=True, exist_ok=True)
+                self._files.append(_unnamed_file(folder))
+        self._readers, self._writers = (
+            ThreadPoolExecutor(_THREADS * len(self._folders), thread_name_prefix=f"disk {what}")
+            for what in ("reads", "writes")
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all ranges, with their padding."""
+        return sum(self._lengths)
+
+    def place(self, num_bytes: int) -> Range:
+        """A new range."""
+        pieces = []
+        for start in range(0, num_bytes, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, num_bytes - start)
+            file = self._lengths.index(min(self._lengths))
+            pieces.append(_Piece(start, size, file, self._lengths[file]))
+            self._lengths[file] += _padded(size)
+        return Range(num_bytes, pieces)
+
+    def reserve(self) -> None:
+        """Takes the space of all ranges, so that later no write fails for want of space.
+
+        Raises:
+            OSError: If a drive has too little space.
+        """
+        for folder, file, length in zip(self._folders, self._files, self._lengths, strict=True):
+            if not length:
+                continue
+            status = os.statvfs(folder)
+            if (free := status.f_bavail * status.f_frsize) < length:
+                raise OSError(
+                    errno.ENOSPC,
+                    f"`disk_dir`={str(folder)!r} has {sized(free)} free, and {sized(length)} of "
+                    "the state would rest there. Free some space, or add another folder",
+                )
+            with _told(folder, f"can't hold {sized(length)}"):
+                os.posix_fallocate(file, 0, length)
+
+    def write(self, where: Range, data: Callable[[], np.ndarray]) -> list[Future]:
+        """Starts to write a range.
+
+        Args:
+            where: The range.
+            data: Returns its bytes, which must not change until all is written; called by threads.
+        """
+        numbers = range(len(where.pieces))
+        return [self._writers.submit(self._write, where, number, data) for number in numbers]
+
+    def read(self, where: Range, out: np.ndarray) -> list[Future]:
+        """Starts to read a range, which has been written completely, into an array of its bytes."""
+        numbers = range(len(where.pieces))
+        return [self._readers.submit(self._read, where, number, out) for number in numbers]
+
+    def read_part(self, where: Range, start: int, stop: int) -> np.ndarray:
+        """Reads some bytes of a range now; whole pieces, because of their checksums."""
+        first, last = start // _PIECE_BYTES, max(start, stop - 1) // _PIECE_BYTES
+        begin = first * _PIECE_BYTES
+        found = np.empty(sum(p.num_bytes for p in where.pieces[first : last + 1]), np.uint8)
+        for number in range(first, min(last + 1, len(where.pieces))):
+            self._read(where, number, found, begin)
+        return found[start - begin : stop - begin]
+
+    def close(self) -> None:
+        """Ends the threads, and gives the space back."""
+        for threads in (self._readers, self._writers):
+            threads.shutdown(cancel_futures=True)
+        for file in self._files:
+            os.close(file)
+        self._files.clear()
+
+    def _buffer(self) -> memoryview:
+        """This thread's memory for direct transfers."""
+        if not hasattr(self._buffers, "memory"):
+            self._buffers.memory = memoryview(mmap.mmap(-1, _PIECE_BYTES))
+        return self._buffers.memory
+
+    def _write(self, where: Range, number: int, data: Callable[[], np.ndarray]) -> None:
+        piece, buffer = where.pieces[number], self._buffer()
+        own = data()[piece.start : piece.start + piece.num_bytes]
+        np.frombuffer(buffer, np.uint8)[: piece.num_bytes] = own
+        where.sums[number] = xxhash.xxh3_64_intdigest(buffer[: piece.num_bytes])
+        left = buffer[: _padded(piece.num_bytes)]
+        offset = piece.offset
+        with _told(self._folders[piece.file], "can't be written"):
+            while left:
+                done = os.pwrite(self._files[piece.file], left, offset)
+                left, offset = left[done:], offset + done
+
+    def _read(self, where: Range, number: int, out: np.ndarray, begin: int = 0) -> None:
+        piece, buffer = where.pieces[number], self._buffer()
+        left, offset = buffer[: _padded(piece.num_bytes)], piece.offset
+        folder = self._folders[piece.file]
+        with _told(folder, "can't be read"):
+            while left:
+                done = os.preadv(self._files[piece.file], [left], offset)
+                if not done:
+                    raise OSError(errno.EIO, "the file has become shorter")
+                left, offset = left[done:], offset + done
+        found = buffer[: piece.num_bytes]
+        if xxhash.xxh3_64_intdigest(found) != where.sums[number]:
+            raise OSError(
+                errno.EIO,
+                f"`disk_dir`={str(folder)!r}: the drive has returned other bytes than were written "
+                "there. Continue from the last checkpoint, and check the drive",
+            )
+        at = piece.start - begin
+        out[at : at + piece.num_bytes] = np.frombuffer(found, np.uint8)
+
+
+class _told:
+    """A context whose system errors name the folder and the option it comes from."""
+
+    def __init__(self, folder: Path, what: str):
+        self._folder, self._what = folder, what
+
+    def __enter__(self) -> None:
+        """Does nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raises the error anew."""
+        if isinstance(error, OSError):
+            text = f"`disk_dir`={str(self._folder)!r} {self._what}: {error.strerror or error}"
+            raise OSError(error.errno, text) from error
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _unnamed_file(folder: Path) -> int:
+    """Opens a new file without a name; its space is free again when the process ends."""
+    path = folder / f".megatrain-{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # Not every file system can bypass the cache; some have made the file already.
+        path.unlink(missing_ok=True)
+        file = os.open(path, flags, 0o600)
+    path.unlink()
+    return file
+
+
+def measured_rates(folders: Sequence[Path]) -> tuple[float, float]:
+    """Bytes per second that are read from and written to the drives, both at once.
+
+    A drive that writes into a fast cache first is slower once that is full.
+
+    Raises:
+        OSError: If a folder can't be written.
+    """
+    drives = Drives(folders)
+    try:
+        ranges = [drives.place(_MEASURED_BYTES) for _ in range(2)]
+        drives.reserve()
+        data = np.random.default_rng(0).integers(0, 256, _MEASURED_BYTES, np.uint8)
+        for future in drives.write(ranges[0], lambda: data):
+            future.result()
+        into, start = np.empty_like(data), time.perf_counter()
+
+        def ended(job: Sequence[Future]) -> float:
+            for future in job:
+                future.result()
+            return time.perf_counter() - start
+
+        jobs = drives.read(ranges[0], into), drives.write(ranges[1], lambda: data)
+        with ThreadPoolExecutor(2) as threads:
+            seconds = list(threads.map(ended, jobs))
+        return _MEASURED_BYTES / seconds[0], _MEASURED_BYTES / seconds[1]
+    finally:
+        drives.close()

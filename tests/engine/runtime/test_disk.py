@@ -1,0 +1,237 @@
+"""Runs with state on disks train to the bits of runs in memory, and survive or report faults."""
+
+import errno
+import os
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import megatrain_jax as mt
+from disks import ALL, shuffled_disks, state_on_disk
+from inside import spec_of, store_of
+from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
+from megatrain_jax._src.engine.state import drive
+from megatrain_jax._src.engine.state.drive import Drives
+from messages import refuses
+from optimizers import OPTIMIZERS
+from runs import check_each_continues_the_other, check_same_bits, make_trainer, train
+from zoo_case import DIM, VOCAB, Case, cross_entropy
+
+
+def _build() -> Any:
+    rng = np.random.default_rng(0)
+    layers = [{"w": rng.normal(size=(DIM, DIM)) / 4, "b": np.zeros(DIM)} for _ in range(4)]
+    return {"embed": rng.normal(size=(VOCAB, DIM)), "layers": layers}
+
+
+def _loss(params: Any, batch: Any) -> jax.Array:
+    x = params["embed"][batch["tokens"][:, :-1]]
+    for layer in params["layers"]:
+        x = x + jnp.tanh(x @ layer["w"] + layer["b"])
+    return cross_entropy(x @ params["embed"].T, batch["tokens"][:, 1:])
+
+
+CASE = Case(name="residual", build=_build, loss_fn=_loss, blocks=4, templates=1)
+
+
+def pair(folder: Path, kinds: Any = ALL, *, optimizer: str = "clip_adamw", **options: Any):
+    """A trainer with its state in memory, and one with it on a disk."""
+    options = {"budget": "minimum", **options}
+    memory = make_trainer(CASE, OPTIMIZERS[optimizer], **options)
+    with state_on_disk(kinds):
+        disk = make_trainer(CASE, OPTIMIZERS[optimizer], disk_dir=folder, **options)
+    assert spec_of(disk).on_disk
+    return memory, disk
+
+
+def check_alike(memory: mt.Trainer, disk: mt.Trainer, steps: int = 3) -> None:
+    """Trains both, with an evaluation between, and compares everything."""
+    for first in (0, steps):
+        batches = [CASE.batch(seed) for seed in range(first, first + steps)]
+        ours, theirs = (
+            train(disk, batches, gradients=False),
+            train(memory, batches, gradients=False),
+        )
+        assert ours.losses == theirs.losses
+        check_same_bits((ours.params, ours.opt_state), (theirs.params, theirs.opt_state))
+        batch = CASE.batch(99)
+        assert disk.evaluate([batch]) == memory.evaluate([batch])
+
+
+@pytest.mark.parametrize("kind", [Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.MASTERS, None])
+def test_state_on_a_disk_trains_to_the_bits_of_memory(kind: Kind | None, tmp_path: Path):
+    check_alike(*pair(tmp_path, ALL if kind is None else [kind]))
+    assert not list(tmp_path.iterdir()), "files have no name"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "adamw_schedule"},
+        {"microbatches": 4, "waves": 2},
+        {"frozen": "bfloat16", "trainable": "layers/[12]"},
+        {"budget": None},
+        {"optimizer": "adamw_schedule", "compute": jnp.float16},
+    ],
+    ids=["at once", "waves", "frozen", "resident", "float16"],
+)
+def test_every_kind_of_step_works_from_a_disk(options: dict[str, Any], tmp_path: Path):
+    check_alike(*pair(tmp_path, **options))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_reads_and_writes_may_end_in_any_order(seed: int, tmp_path: Path):
+    with shuffled_disks(seed):
+        memory, disk = pair(tmp_path, budget=None if seed else "minimum")
+        check_alike(memory, disk)
+
+
+def test_checkpoints_go_both_ways(tmp_path: Path):
+    memory, disk = pair(tmp_path / "disk")
+    check_each_continues_the_other(memory, disk, CASE.batch(0), tmp_path)
+
+
+def test_a_checkpoint_has_the_state_of_its_step_while_training_goes_on(tmp_path: Path):
+    memory, disk = pair(tmp_path / "disk")
+    for trainer, name in ((memory, "memory"), (disk, "disk")):
+        result = mt.train(
+            trainer,
+            [CASE.batch(seed) for seed in range(4)],
+            steps=4,
+            checkpoint_dir=tmp_path / name / "run",
+            checkpoint_every=1,
+            keep=4,
+            progress=False,
+        )
+        assert trainer.num_steps == 4 and result.ended == "done"
+    for step in (1, 2, 3):
+        memory.restore(tmp_path / "memory/run" / str(step))
+        disk.restore(tmp_path / "disk/run" / str(step))
+        check_same_bits((disk.params, disk.opt_state), (memory.params, memory.opt_state))
+
+
+def test_two_devices_share_a_disk(tmp_path: Path):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    check_alike(*pair(tmp_path, mesh=mesh))
+
+
+def test_what_was_fetched_before_comes_before_what_is_fetched_next(tmp_path: Path):
+    _, trainer = pair(tmp_path)
+    disk: Any = store_of(trainer).disk
+    largest, _ = Counter(disk.classes.values()).most_common(1)[0]
+    first, *others = sorted(key for key, number in disk.classes.items() if number == largest)
+    assert others
+    fetches = [Instruction(op=Op.FETCH, key=key) for key in others]
+    disk.follow((), [Instruction(op=Op.FETCH, key=first)])
+    disk.follow([first], fetches)
+    for key in (first, *others):
+        expected = [np.asarray(x) for x in disk.at_rest(key)]
+        slot = disk.take(key)
+        check_same_bits([np.array(x) for x in slot], expected)
+        disk.copied(key, slot)
+    disk.abandon()
+
+
+# ---- faults
+
+
+def _sized(drives: Drives, rng: random.Random) -> list[Any]:
+    sizes = [0, 1, 4095, 4096, 4097, 2**23 - 1, 2**23, 2**23 + 1, rng.randrange(2**25)]
+    return [drives.place(size) for size in sizes]
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_what_is_written_is_read_again(number: int, tmp_path: Path):
+    rng = random.Random(number)
+    drives = Drives([tmp_path / str(i) for i in range(number)])
+    ranges = _sized(drives, rng)
+    drives.reserve()
+    data = [
+        np.random.default_rng(i).integers(0, 256, r.num_bytes, np.uint8)
+        for i, r in enumerate(ranges)
+    ]
+    for _ in range(2):
+        data = [x[::-1].copy() for x in data]
+        jobs = [
+            job for r, x in zip(ranges, data, strict=True) for job in drives.write(r, lambda x=x: x)
+        ]
+        assert [job.result() for job in jobs] == [None] * len(jobs)
+        for where, expected in zip(ranges, data, strict=True):
+            found = np.empty_like(expected)
+            for job in drives.read(where, found):
+                job.result()
+            np.testing.assert_array_equal(found, expected)
+            start, stop = sorted(rng.randrange(where.num_bytes + 1) for _ in range(2))
+            part = drives.read_part(where, start, stop)
+            np.testing.assert_array_equal(part, expected[start:stop])
+    lengths = drives._lengths
+    assert max(lengths) - min(lengths) <= 2**23, "drives are filled evenly"
+    drives.close()
+
+
+def test_a_flipped_bit_on_the_disk_is_noticed(tmp_path: Path):
+    _, disk = pair(tmp_path)
+    rng = random.Random(0)
+    held: Any = store_of(disk).disk
+    (file,) = held._drives._files
+    at = rng.randrange(os.fstat(file).st_size // 4096) * 4096
+    flags = "/proc/self/fd/" + str(file)
+    with open(flags, "r+b", buffering=0) as plain:
+        found = os.pread(plain.fileno(), 4096, at)
+        os.pwrite(plain.fileno(), bytes([found[0] ^ 1]) + found[1:], at)
+    with refuses(OSError, "`disk_dir`", "checkpoint"):
+        for seed in range(3):
+            disk.read(disk.step(CASE.batch(seed)))
+            disk.params  # noqa: B018
+            disk.opt_state  # noqa: B018
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwrite"])
+def test_a_failing_drive_ends_training_with_its_name_and_keeps_the_checkpoint(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    memory, disk = pair(tmp_path / "disk")
+    for trainer in (memory, disk):
+        train(trainer, [CASE.batch(0)], gradients=False)
+    disk.save(tmp_path / "saved")
+
+    def fails(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fails)
+        with refuses(OSError, "`disk_dir`"):
+            for seed in range(3):
+                disk.read(disk.step(CASE.batch(seed)))
+    disk.restore(tmp_path / "saved")
+    check_alike(memory, disk, 1)
+
+
+def test_a_full_disk_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Status:
+        f_bavail, f_frsize = 1, 512
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Status)
+    with state_on_disk(), refuses(OSError, "`disk_dir`", "512 B"):
+        make_trainer(CASE, OPTIMIZERS["clip_adamw"], disk_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_can_t_be_used_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with state_on_disk(), refuses(OSError, "`disk_dir`", "file"):
+        make_trainer(CASE, OPTIMIZERS["clip_adamw"], disk_dir=tmp_path / "file")
+
+
+def test_a_drive_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(drive, "_MEASURED_BYTES", 2**20)
+    read, written = drive.measured_rates([tmp_path])
+    assert read > 0 and written > 0
+    assert not list(tmp_path.iterdir())

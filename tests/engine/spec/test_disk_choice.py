@@ -1,0 +1,180 @@
+"""Which state rests on disks, and how a run with disks fits in its host."""
+
+import dataclasses
+import functools
+import math
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import megatrain_jax as mt
+from disks import ALL, parts_on_disk
+from megatrain_jax._src.common.keys import LASTING, Kind
+from megatrain_jax._src.engine.options.options import MachineOptions, Options
+from megatrain_jax._src.engine.schedule.workload import SLOTS
+from megatrain_jax._src.engine.spec.costs import disk_link
+from megatrain_jax._src.engine.spec.disk import state_for_disks
+from megatrain_jax._src.engine.spec.rescheduled import with_state_on_disk
+from messages import refuses
+from runs import make_spec
+from zoo_case import Case
+
+DIM, BLOCKS = 512, 24
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+MACHINE = dataclasses.replace(mt.card("RTX 4090"), host_bytes=10 * 2**30)
+
+
+def _build(dim: int = DIM) -> Any:
+    return {"layers": [{"w": jnp.zeros((dim, dim))} for _ in range(BLOCKS)]}
+
+
+def _loss(params: Any, batch: Any) -> jax.Array:
+    x = batch["x"]
+    for layer in params["layers"]:
+        x = jnp.tanh(x @ layer["w"])
+    return (x**2).mean()
+
+
+CASE = Case(
+    name="row",
+    build=_build,
+    loss_fn=_loss,
+    blocks=BLOCKS,
+    templates=1,
+    batch=lambda seed: {"x": np.zeros((8, DIM), np.float32)},
+)
+
+
+@functools.cache
+def _planned(host_gib: float, **options: Any) -> Any:
+    """A plan of 1.6B parameters: 18 GiB of state, and 3 of gradients that wait."""
+    shape = {"x": jax.ShapeDtypeStruct((64, 8192), jnp.bfloat16)}
+    given: Any = {"disk": "4GB/s read, 2GB/s write", "device_budget": "minimum"} | options
+    return mt.plan(
+        lambda: _build(8192), _loss, CLIPPED, shape, hardware=MACHINE, host_gib=host_gib, **given
+    )
+
+
+@pytest.fixture(scope="module")
+def spec() -> Any:
+    return make_spec(CASE, lambda _: CLIPPED)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_memory_that_is_missing_is_freed(spec: Any, seed: int):
+    workload, rng = spec.first.workload, random.Random(seed)
+    everything = sum(size for row in workload.sizes for size in row.values())
+    lacking = rng.randrange(1, everything // 2)
+    on_disk = state_for_disks(spec, lacking)
+    assert on_disk is not None
+    resting = dataclasses.replace(workload, on_disk=on_disk).resting_bytes
+    waiting = sum(workload.size(key) for key in on_disk if key.kind not in LASTING)
+    assert workload.resting_bytes + waiting - resting >= lacking
+    # No more than that, but for one part of each class.
+    classes = {number: workload.size(key) for key, number in on_disk.items()}
+    assert workload.resting_bytes + waiting - resting < lacking + sum(classes.values())
+
+
+def test_optimizer_state_comes_first_and_is_spread_over_the_groups(spec: Any):
+    workload = spec.first.workload
+    size = next(s for s in (row[Kind.OPTIMIZER_STATE] for row in workload.sizes))
+    on_disk = state_for_disks(spec, 4 * size) or {}
+    assert {key.kind for key in on_disk} == {Kind.OPTIMIZER_STATE}
+    groups = sorted(key.owner for key in on_disk)
+    assert len(groups) == 4 + 2 * SLOTS
+    assert max(b - a for a, b in zip(groups, groups[1:], strict=False)) <= 4
+
+
+def test_more_than_all_state_can_t_be_freed(spec: Any):
+    workload = spec.first.workload
+    everything = sum(size for row in workload.sizes for size in row.values())
+    assert state_for_disks(spec, everything) is None
+
+
+def test_frozen_weights_come_first_and_are_only_read():
+    spec = make_spec(CASE, lambda _: CLIPPED, trainable="layers/(0|1|2|3|4|5)/")
+    on_disk = state_for_disks(spec, 2**20) or {}
+    assert on_disk and {key.owner for key in on_disk} <= spec.grouping.frozen
+    workload = dataclasses.replace(spec.first.workload, on_disk=on_disk)
+    size = workload.size(next(iter(on_disk)))
+    freed = spec.first.workload.resting_bytes - workload.resting_bytes
+    assert freed == (len(on_disk) - SLOTS) * size
+
+
+@pytest.mark.parametrize("host_gib", [12, 16, 20])
+def test_a_run_fits_with_a_disk_where_it_does_not_without(host_gib: float):
+    plan = _planned(host_gib)
+    assert plan.fits and plan.disk_bytes > 0
+    assert plan.host_bytes + plan.disk_bytes == 12 * plan.num_parameters
+    assert plan.host_process_bytes <= host_gib * 2**30
+    assert _planned(host_gib, disk=None).fits_host is False
+    read, written = plan.seconds_disk
+    assert read == pytest.approx(plan.disk_read_bytes / 4e9)
+    assert written == pytest.approx(plan.disk_written_bytes / 2e9)
+    assert plan.seconds_per_step >= 0.999 * max(read, written)
+    # All that is written was read, and the rest of the host's memory is used.
+    assert plan.disk_written_bytes <= plan.disk_read_bytes
+    assert plan.host_process_bytes > plan.host_process_limit - 2**31
+
+
+def test_less_memory_and_a_slower_disk_take_longer():
+    seconds = [_planned(gib).seconds_per_step for gib in (12, 16, 20)]
+    assert seconds == sorted(seconds, reverse=True)
+    slow = _planned(16, disk="1GB/s").seconds_per_step
+    assert slow > 1.5 * seconds[1]
+
+
+def test_a_host_that_suffices_needs_no_disk():
+    with_disk, without = _planned(64), _planned(64, disk=None)
+    assert with_disk.disk_bytes == 0
+    assert with_disk.seconds_per_step == without.seconds_per_step
+
+
+def test_a_refusal_says_what_a_disk_would_do(monkeypatch: pytest.MonkeyPatch):
+    from megatrain_jax._src.engine.spec import host
+
+    spec = make_spec(CASE, lambda _: CLIPPED, hardware=MACHINE)
+    small = dataclasses.replace(spec.options, host_budget=2**32 + 2**20)
+    monkeypatch.setattr(host.HostProcess, "needed", lambda self, n: n + 2**32 - 2**25)
+    with refuses(MemoryError, "`disk_dir`", "GB/s"):
+        host.check_host(dataclasses.replace(spec, options=small), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "read", "written"),
+    [
+        ("7GB/s read, 2GB/s write", 7e9, 2e9),
+        ("2GB/s write, 7GB/s read", 7e9, 2e9),
+        ("16Gb/s", 2e9, 2e9),
+        (3e9, 3e9, 3e9),
+    ],
+)
+def test_rates_of_a_disk_are_read(given: Any, read: float, written: float):
+    run = MachineOptions(disk=given).applied(Options(hardware="H100"))
+    assert run.machine is not None
+    rates = run.machine.disk_read_bytes_per_s, run.machine.disk_write_bytes_per_s
+    assert rates == (read, written) and run.has_disk
+
+
+@pytest.mark.parametrize(("given", "fits"), [(None, True), (2**35, True), (2**30, False)])
+def test_no_more_goes_to_disks_than_the_budget_allows(given: int | None, fits: bool, tmp_path: Any):
+    plan = _planned(16, disk_dir=str(tmp_path), disk_budget=given)
+    assert plan.fits_host is fits
+    assert not fits or given is None or plan.disk_bytes <= given
+
+
+def test_gradients_on_disks_take_no_memory_beside_their_slots(spec: Any):
+    on_disk = parts_on_disk(spec, ALL)
+    first = with_state_on_disk(spec.first, on_disk, spec.budget_bytes, math.inf)
+    assert spec.first.schedule.transient.gradients > 0 == first.schedule.transient.gradients
+
+
+def test_the_clock_has_each_device_s_share_of_its_host_s_disks():
+    rates: Any = {"disk_read_bytes_per_s": 4e9, "disk_write_bytes_per_s": 2e9}
+    link = disk_link(dataclasses.replace(MACHINE, **rates), 4)
+    assert (link.read, link.written) == (1e-9, 2e-9)

@@ -1,0 +1,96 @@
+"""Runs whose state rests on disks, whatever memory the host has."""
+
+import dataclasses
+import math
+import random
+import threading
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.engine import start
+from megatrain_jax._src.engine.spec.rescheduled import with_state_on_disk
+from megatrain_jax._src.engine.spec.run_spec import RunSpec
+from megatrain_jax._src.engine.state import drive
+
+ALL = (Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.MASTERS)
+
+
+def parts_on_disk(spec: RunSpec, kinds: Collection[Kind]) -> dict[Key, int]:
+    """All parts of some kinds, with their classes."""
+    workload, classes, found = spec.first.workload, {}, {}
+    for group, layout in enumerate(spec.layouts):
+        for kind in kinds:
+            if kind is Kind.GRADIENT and not workload.deferred:
+                continue
+            if workload.size(key := Key(kind, group)):
+                avals = layout.avals(kind, spec.first.gradient_dtypes.get(group))
+                alike = (
+                    kind,
+                    tuple((x.shape, x.dtype) for x in avals),
+                    group in spec.grouping.frozen,
+                )
+                found[key] = classes.setdefault(alike, len(classes))
+    return found
+
+
+@contextmanager
+def state_on_disk(kinds: Collection[Kind] = ALL) -> Iterator[None]:
+    """Runs that start in this context have all parts of some kinds in their `disk_dir`."""
+
+    def fitted(spec: RunSpec, *_: Any) -> RunSpec:
+        on_disk = parts_on_disk(spec, kinds)
+        assert on_disk
+        first = with_state_on_disk(spec.first, on_disk, spec.budget_bytes, math.inf)
+        return dataclasses.replace(spec, first=first, on_disk=on_disk)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "fit_to_host", fitted)
+        yield
+
+
+class ShuffledThreads:
+    """Runs the jobs of a thread pool in a random order, one at a time."""
+
+    def __init__(self, seed: int):
+        self._rng, self._jobs, self._ended = random.Random(seed), [], False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future:
+        future: Future = Future()
+        with self._changed:
+            self._jobs.append((future, function, args))
+            self._changed.notify()
+        return future
+
+    def shutdown(self, **_: Any) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._ended)
+                if not self._jobs:
+                    return
+                job = self._jobs.pop(self._rng.randrange(len(self._jobs)))
+            future, function, args = job
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+
+@contextmanager
+def shuffled_disks(seed: int) -> Iterator[None]:
+    """Drives that are made meanwhile read and write in random orders."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drive, "ThreadPoolExecutor", lambda *_, **__: ShuffledThreads(seed))
+        yield
