@@ -117,6 +117,16 @@ def test_a_checkpoint_has_the_state_of_its_step_while_training_goes_on(tmp_path:
         check_same_bits((disk.params, disk.opt_state), (memory.params, memory.opt_state))
 
 
+def test_averages_of_parameters_are_read_from_a_disk(tmp_path: Path):
+    memory, disk = pair(tmp_path, ema_decay=0.9)
+    check_alike(memory, disk)
+    check_same_bits(disk.ema_params, memory.ema_params)
+    batch = CASE.batch(9)
+    found = [trainer.evaluate([batch], params="ema") for trainer in (disk, memory)]
+    assert found[0] == found[1] != memory.evaluate([batch])
+    check_alike(memory, disk, 1)
+
+
 def test_two_devices_share_a_disk(tmp_path: Path):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     check_alike(*pair(tmp_path, mesh=mesh))

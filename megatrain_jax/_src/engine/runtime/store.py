@@ -34,6 +34,17 @@ Reader = Callable[[], list[Run]]
 """Reads this process's part of an array, as it was when the reader was made."""
 
 
+class _FoundWhenRead(dict[Key, Slabs]):
+    """Slabs that are found anew whenever they are read, beside those that were put there."""
+
+    def __init__(self, find: Callable[[Key], Slabs]):
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, key: Key) -> Slabs:
+        return self._find(key)
+
+
 class Store:
     """Holds all state of a run.
 
@@ -128,7 +139,8 @@ class Store:
         """The arrays of a part in pinned memory; new ones of a part on disks; none of no part."""
         if self.disk is not None and key in self.disk:
             return self.disk.at_rest(key)
-        return self.host.get(key, ())
+        may_be_found = key in self.host or isinstance(self.host, _FoundWhenRead)
+        return self.host[key] if may_be_found else ()
 
     def leaves(self, key: Key) -> list[np.ndarray]:
         """The leaves of a part as host arrays, which share its memory if possible."""
@@ -173,12 +185,17 @@ class Store:
         Args:
             layouts: Layout of each group with its averages as masters.
         """
+
+        def averages(key: Key) -> Slabs:
+            own = self.layouts[key.owner]
+            if key.kind is not Kind.MASTERS or layouts[key.owner] is own:
+                return self.at_rest(key)
+            first, *_ = own.state.by_slab(self.at_rest(Key(Kind.OPTIMIZER_STATE, key.owner)))
+            return first
+
         found = copy.copy(self)
-        found.layouts, found.host, found._copied = tuple(layouts), dict(self.host), None
-        for g, (own, averaged) in enumerate(zip(self.layouts, layouts, strict=True)):
-            if averaged is not own:
-                averages, *_ = own.state.by_slab(self.host[Key(Kind.OPTIMIZER_STATE, g)])
-                found.host[Key(Kind.MASTERS, g)] = averages
+        found.layouts, found._copied, found.disk = tuple(layouts), None, None
+        found.host = _FoundWhenRead(averages)
         return found
 
     # ---- between rest and steps

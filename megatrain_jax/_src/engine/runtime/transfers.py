@@ -145,7 +145,6 @@ class Transfers:
         # Offloads not waited for, by task: slabs that stay on the device until then, and their
         # copies.
         self._leaving: dict[tuple[int, Key], tuple[Slabs, Slabs]] = {}
-        self._disk = store.disk
         # Fetched parts that are still being read from disks, in order.
         self._awaited: dict[Key, None] = {}
 
@@ -169,8 +168,8 @@ class Transfers:
 
     def follow(self, *lists: Sequence[Instruction]) -> None:
         """Reads ahead from disks in the order of the instructions that come next."""
-        if self._disk is not None:
-            self._disk.follow(self._awaited, chain.from_iterable(lists))
+        if self.store.disk is not None:
+            self.store.disk.follow(self._awaited, chain.from_iterable(lists))
 
     def bring(self, keys: Iterable[Key]) -> None:
         """Waits for those of some parts that are being read from disks, and copies them."""
@@ -182,20 +181,20 @@ class Transfers:
 
     def settle(self, keys: Iterable[Key]) -> None:
         """Waits until parts from disks are on the device, before an update reuses their memory."""
-        if self._disk is not None:
+        if self.store.disk is not None:
             for key in keys:
-                self._disk.settle(key)
+                self.store.disk.settle(key)
 
     def _bring_until(self, last: Key, *, give_up: bool = False) -> None:
         """Waits for parts from disks up to one of them, which may be given up instead."""
-        assert self._disk is not None
-        classes = self._disk.classes
+        assert self.store.disk is not None
+        classes = self.store.disk.classes
         # Parts of one class are read in the order of their fetches.
         for key in [key for key in self._awaited if classes[key] == classes[last]]:
-            if not self._disk.is_ready(key):  # a slot may be waiting for its copy
+            if not self.store.disk.is_ready(key):  # a slot may be waiting for its copy
                 self._streams.dispatch()
             if key == last and give_up:
-                self._disk.give_up(key)
+                self.store.disk.give_up(key)
                 del self._awaited[key]
             else:
                 self._bring(key)
@@ -204,7 +203,7 @@ class Transfers:
 
     def _bring(self, key: Key) -> None:
         """Collects the copies of a part from disks to the device; waits until it has been read."""
-        disk = self._disk
+        disk = self.store.disk
         assert disk is not None
 
         def arrive(slabs: Slabs) -> None:
@@ -215,7 +214,7 @@ class Transfers:
         del self._awaited[key]
 
     def _fetch(self, key: Key, rows: Rows) -> None:
-        if self._disk is not None and key in self._disk:
+        if self.store.disk is not None and key in self.store.disk:
             self._awaited[key] = None
             return
 
@@ -236,7 +235,7 @@ class Transfers:
             self.dispatch()  # waiting for a checkpoint may take long
             self.store.before_replacing(key.owner)
 
-        disk = self._disk if self._disk is not None and key in self._disk else None
+        disk = self.store.disk if self.store.disk is not None and key in self.store.disk else None
         if disk is not None:
             disk.wait_for_room(key)
 
@@ -258,7 +257,7 @@ class Transfers:
     def dispatch(self) -> None:
         """Dispatches the collected copies, and those from disks that have been read."""
         for key in list(self._awaited):
-            if self._disk is not None and self._disk.is_ready(key):
+            if self.store.disk is not None and self.store.disk.is_ready(key):
                 self._bring(key)
         self._streams.dispatch()
 
@@ -283,8 +282,8 @@ class Transfers:
         self._streams.forget()
         self._leaving.clear()
         self._awaited.clear()
-        if self._disk is not None:
-            self._disk.abandon()
+        if self.store.disk is not None:
+            self.store.disk.abandon()
 
 
 # ---- copy rates
