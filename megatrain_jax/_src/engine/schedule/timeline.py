@@ -146,5 +146,5 @@ def _computed(clock: Clock, computation: Computation, task: int) -> Iterator[Spa
     yield Span(lane="compute", what=row.op, of=of, start=end - seconds, end=end)
     if computation.seconds_on_link:
         length = computation.seconds_on_link
-        for lane, over in ((LANES[0], clock.inward), (LANES[2], clock.outward)):
+        for lane, over in zip((LANES[0], LANES[2]), (clock.inward, clock.outward), strict=True):
             yield Span(lane=lane, what="exchange", of=None, start=over - length, end=over)
