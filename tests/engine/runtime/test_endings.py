@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import megatrain_jax as mt
 from cables import Hosts, can_make_hosts
 from megatrain_jax._src.common.object_paths import path_of
 from megatrain_jax._src.engine.checkpoint import folder as folders
@@ -269,3 +270,5 @@ def test_checkpoints_in_s3_are_resumed_from_without_a_folder_that_is_shared(tmp_
         assert found.statuses == ([TERMINATED] * 2 if act else [1, -signal.SIGKILL])
         assert found.steps[-1] >= (5 if act else 2)
         runs.check_resumed()
+        layers = mt.load(runs.checkpoints)["layers"]  # in one process
+        assert {i: layer["w"].tobytes() for i, layer in layers.items()} == undisturbed(2)
