@@ -102,7 +102,8 @@ def test_the_best_checkpoint_is_kept(place):
     small.trainer().restore(keep.path)
     mt.load(keep.path)
     small.trainer(params=keep.path)
-    with refuses(ValueError, "callbacks[0]", "`folder`", "`checkpoint_dir`"):
+    named = "callbacks[0]", "`folder`", "`checkpoint_dir`", place / "best" / "best"
+    with refuses(ValueError, *named):
         small.fit(str(place / "best"), 4, **evaluated)
 
 
