@@ -1,4 +1,4 @@
-"""The paths of checkpoints: local folders of any name; all else is refused."""
+"""The paths of checkpoints: local folders of any name; what leads nowhere is refused by name."""
 
 import os
 
