@@ -135,8 +135,9 @@ def find_families(workload: Workload, selective: Workload | None, budget: int) -
         return
     # Moving all residuals would fill the host, while each byte of them saves little time.
     if selective is not None:
-        yield (family := _with_offload(selective, budget))
-        most = max(most, *family.counts, 0)
+        for family in _with_offload(selective, budget):
+            yield family
+            most = max(most, *family.counts)
     # If the device can hold the residuals of few stages only, further residuals may be offloaded.
     if most <= _FEW * able:
         yield _spread_out(workload, budget)
@@ -182,23 +183,22 @@ def _staying(workload: Workload, budget: int) -> Family:
     return Family(of=of, counts=sorted(_shares(most) | {every} - {0}, reverse=True))
 
 
-def _with_offload(workload: Workload, budget: int) -> Family:
-    """Choices from the most stages that save residuals on, if some are offloaded to the host."""
+def _with_offload(workload: Workload, budget: int) -> Iterator[Family]:
+    """All stages save residuals, or the most of which enough stay on the device for the host."""
     ranked, fits = _ranked(workload), _Fits(workload, budget)
 
     @functools.cache
     def of(count: int) -> Choice:
         """Residuals of `count` stages; as many stay on the device as fit."""
         those = sorted(ranked[:count], reverse=True)
-        staying = 0
-        if count < len(ranked):
-            staying = memory_demand.most_that_fit(count, lambda n: fits(those[:n], those[n:]))
-        kept = frozenset(those)
-        return Choice(step=workload, kept=kept, num_offloadable=count - staying)
+        staying = memory_demand.most_that_fit(count, lambda n: fits(those[:n], those[n:]))
+        return Choice(step=workload, kept=frozenset(those), num_offloadable=count - staying)
 
     able = len(ranked)
-    fit = able and of(able).least_bytes(0) <= budget
-    return Family(of=of, counts=sorted(_shares(able), reverse=True) if fit else ())
+    every = Choice(step=workload, kept=frozenset(ranked), num_offloadable=able)
+    if able and every.least_bytes(0) <= budget:
+        yield Family(of=lambda _: every, counts=[able])
+        yield Family(of=of, counts=sorted(_shares(able), reverse=True))
 
 
 def _spread_out(workload: Workload, budget: int) -> Family:

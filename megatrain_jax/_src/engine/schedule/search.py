@@ -185,23 +185,21 @@ class _Search:
         keeping whole groups needs the least host memory for arrays in flight. If the host lacks
         memory, activations stay first.
         """
-        candidates = _by_residents(choice, self._room)
-        steps = next(candidates)
-        best = before = self.note(choice, steps)
-        if best[0]:
-            choice = dataclasses.replace(choice, spares_host=True)
-        elif not self._waits(choice, steps):
+        steps = next(_by_residents(choice, self._room))
+        best = self.note(choice, steps)
+        if not best[0] and not self._waits(choice, steps):
             return best
-        elif choice.step.waves == 1:
-            choice = dataclasses.replace(choice, masters_first=True)
-        if choice.spares_host or choice.masters_first:
-            candidates, before = _by_residents(choice, self._room), (math.inf, math.inf)
-        for steps in candidates:
-            rank = self.note(choice, steps)
-            best = min(best, rank)
-            if self._is_done(rank, before) or not (rank[0] or self._waits(choice, steps)):
-                break
-            before = rank
+        others = [dataclasses.replace(choice, spares_host=True)] if best[0] else []
+        if choice.step.waves == 1 and self._waits(choice, steps):
+            others.append(dataclasses.replace(choice, masters_first=True))
+        for other in others or [choice]:
+            before = math.inf, math.inf
+            for steps in _by_residents(other, self._room):
+                rank = self.note(other, steps)
+                best = min(best, rank)
+                if self._is_done(rank, before) or not (rank[0] or self._waits(other, steps)):
+                    break
+                before = rank
         return best
 
     def _is_done(self, rank: tuple[float, float], before: tuple[float, float]) -> bool:
