@@ -64,10 +64,11 @@ def test_budgets_change_no_bit_in_equal_tiles(name):
     batches = [case.batch(seed) for seed in range(NUM_STEPS)]
     first = spec_of(make_trainer(case, OPTIMIZERS["clip_adamw"])).first
     runs = []
-    for budget in (first.schedule.smallest_bytes, 10 * all_resident_bytes(first.workload)):
+    # With more memory, stages would save residuals, by functions with other tiles.
+    for budget in (first.schedule.smallest_bytes, all_resident_bytes(first.workload)):
         trainer = make_trainer(case, OPTIMIZERS["clip_adamw"], microbatches=2, budget=budget)
         divide(trainer, 0)
-        assert any(tiles_of(trainer))
+        assert any(tiles_of(trainer)) and not trainer.schedule.kept
         runs.append(train(trainer, batches, gradients=False))
     assert runs[0].losses == runs[1].losses
     check_same_bits(runs[0].params, runs[1].params)

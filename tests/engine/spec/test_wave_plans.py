@@ -183,7 +183,8 @@ def test_a_lower_bound_saves_searches_and_changes_no_plan(monkeypatch):
 
     found, fewer = plans(), len(asked)
     for module in (wave_search, microbatches):
-        monkeypatch.setattr(module, "least_seconds", lambda *_: -math.inf)
+        monkeypatch.setattr(module, "least_in_waves", lambda *_: -math.inf)
+    monkeypatch.setattr(microbatches, "least_seconds", lambda *_: -math.inf)
     assert plans() == found
     assert fewer < len(asked) - fewer
 
