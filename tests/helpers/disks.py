@@ -45,7 +45,7 @@ def state_on_disk(kinds: Collection[Kind] = ALL) -> Iterator[None]:
     def fitted(spec: RunSpec, *_: Any) -> RunSpec:
         on_disk = parts_on_disk(spec, kinds)
         assert on_disk
-        first = with_state_on_disk(spec.first, on_disk, spec.budget_bytes, math.inf)
+        first = with_state_on_disk(spec.first, on_disk, frozenset(), spec.budget_bytes, math.inf)
         return dataclasses.replace(spec, first=first, on_disk=on_disk)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -119,7 +119,7 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
         hardware = replace(hardware, hosts=max(1, count // here))
         hardware = _with_disks(hardware, run, placement.processes)
     run = replace(run, hardware=hardware, mesh=mesh)
-    if machine is not None:
+    if machine is not None or run.disk_folders:
         run = replace(run, host_budget=agreed_host_budget(run, placement))
     return run, placement, machine is not None
 

@@ -51,9 +51,9 @@ CASE = Case(
 
 
 @functools.cache
-def _planned(host_gib: float, **options: Any) -> Any:
+def _planned(host_gib: float, rows: int = 64, **options: Any) -> Any:
     """A plan of 1.6B parameters: 18 GiB of state, and 3 of gradients that wait."""
-    shape = {"x": jax.ShapeDtypeStruct((64, 8192), jnp.bfloat16)}
+    shape = {"x": jax.ShapeDtypeStruct((rows, 8192), jnp.bfloat16)}
     given: Any = {"disk": "4GB/s read, 2GB/s write", "device_budget": "minimum"} | options
     return mt.plan(
         lambda: _build(8192), _loss, CLIPPED, shape, hardware=MACHINE, host_gib=host_gib, **given
@@ -129,6 +129,12 @@ def test_less_memory_and_a_slower_disk_take_longer():
     assert slow > 1.5 * seconds[1]
 
 
+def test_blocks_are_computed_again_where_disks_are_not_enough():
+    plan = _planned(18, rows=2**15)  # 12 GiB of inputs
+    assert plan.fits and plan.disk_bytes > 0 and plan.num_again > 0
+    assert _planned(24, rows=2**15).num_again == 0
+
+
 def test_a_host_that_suffices_needs_no_disk():
     with_disk, without = _planned(64), _planned(64, disk=None)
     assert with_disk.disk_bytes == 0
@@ -170,7 +176,7 @@ def test_no_more_goes_to_disks_than_the_budget_allows(given: int | None, fits: b
 
 def test_gradients_on_disks_take_no_memory_beside_their_slots(spec: Any):
     on_disk = parts_on_disk(spec, ALL)
-    first = with_state_on_disk(spec.first, on_disk, spec.budget_bytes, math.inf)
+    first = with_state_on_disk(spec.first, on_disk, frozenset(), spec.budget_bytes, math.inf)
     assert spec.first.schedule.transient.gradients > 0 == first.schedule.transient.gradients
 
 

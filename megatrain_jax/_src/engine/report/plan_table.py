@@ -143,7 +143,7 @@ def _help(plan: Plan) -> str:
     return {
         "link": 'larger batches, `precision`="compact", or a larger `device_budget`',
         "host": "larger batches",
-        "disk": 'larger batches, `precision`="compact", more host memory or faster drives',
+        "disk": f'{_hiding_disk(plan)}, `precision`="compact", more host memory or faster drives',
         "arithmetic": f"a faster GPU{coded}",
         "memory": "larger layers, or fewer elementwise operations",
         "collectives": f"larger batches{networked}",
@@ -151,6 +151,15 @@ def _help(plan: Plan) -> str:
         "dispatch": dispatched,
         "neither": "larger batches, if one is the link",
     }[plan.bound]
+
+
+def _hiding_disk(plan: Plan) -> str:
+    """The size of batches whose computation takes as long as the disk does for a step."""
+    computing = plan.busy["device"][1] if plan.busy else 0.0
+    if not computing:
+        return "larger batches"
+    size = plan.batch_size * plan.busy["disk"][1] / computing
+    return f"batches of {short(round(size))} {plan.batch_unit}"
 
 
 def title(plan: Plan) -> str:
@@ -281,7 +290,11 @@ def _disk_cells(plan: Plan) -> list[list[str]]:
     return [
         ["disk, state that rests there", size(plan.disk_bytes), ""],
         [f"from the disk{each}, a step", size(plan.disk_read_bytes), read],
-        [f"to the disk{each}, a step", size(plan.disk_written_bytes), f"{written}; {worn}"],
+        [
+            f"to the disk{each}, a step",
+            size(plan.disk_written_bytes),
+            "; ".join(filter(None, (written, worn))),
+        ],
     ]
 
 

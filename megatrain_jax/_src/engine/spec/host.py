@@ -179,33 +179,53 @@ def fit_to_host(
 
 
 def fit_with_disk(spec: RunSpec, num_processes: int, processes_per_host: int) -> RunSpec | None:
-    """The run with as much state on disks as the host lacks memory; None if it never fits."""
-    spread = num_processes, processes_per_host
-    process, devices = host_process(spec, *spread), spec.first.num_devices
-    if process.usable_bytes is None or (most := process.most_bytes or 0) <= 0:
+    """The run with as much state on disks as the host lacks memory; None if it never fits.
+
+    If that is not enough, because activations wait in memory, blocks are computed again, too.
+    """
+    process = host_process(spec, num_processes, processes_per_host)
+    if process.usable_bytes is None or (process.most_bytes or 0) <= 0:
         return None
-    room, step = most * num_processes // devices, spec.first
-    lacking = peak_bytes(step) // devices - room
+    for span in _SPANS:
+        found = _on_disk_in_spans(spec, span, process, num_processes, processes_per_host)
+        if found is not None:
+            return found
+    return None
+
+
+def _on_disk_in_spans(
+    spec: RunSpec, span: int, process: HostProcess, num_processes: int, processes_per_host: int
+) -> RunSpec | None:
+    """See `fit_with_disk`; of each `span` blocks, all but one are computed again."""
+    whole = workload_with_recomputed_spans(spec.first, span)
+    room = (process.most_bytes or 0) // process.num_devices
+    lacking = max(1, _least_bytes_per_device(spec, whole) - room)
     for _ in range(_MOST_TRIALS):
         on_disk = state_for_disks(spec, lacking)
         if on_disk is None:
             return None
-        taken = process.num_devices * sum(map(step.workload.size, on_disk))
+        workload = dataclasses.replace(whole, on_disk=on_disk)
+        taken = process.num_devices * sum(map(workload.size, on_disk))
         if taken > (spec.options.disk_bytes or math.inf):
             return None
-        resting = dataclasses.replace(step.workload, on_disk=on_disk).resting_bytes
-        try:
-            step = with_state_on_disk(spec.first, on_disk, spec.budget_bytes, room - resting)
-        except BudgetError:
-            return None
-        trial = dataclasses.replace(
-            spec, first=step, on_disk=on_disk, host_room=room - resting, fits_host=True
-        )
-        own = host_process(trial, *spread)
-        short = own.needed(peak_bytes(step) // num_processes) - (own.usable_bytes or 0)
+        # Without a search for a schedule, while no schedule could fit.
+        short = _least_bytes_per_device(spec, workload) - room
         if short <= 0:
-            return trial
-        lacking += max(short * num_processes // devices, lacking // _MORE)
+            left = room - workload.resting_bytes
+            try:
+                what = spec.first, on_disk, whole.again
+                first = with_state_on_disk(*what, spec.budget_bytes, left)
+            except BudgetError:
+                return None
+            trial = dataclasses.replace(
+                spec, first=first, on_disk=on_disk, host_room=left, fits_host=True
+            )
+            own = host_process(trial, num_processes, processes_per_host)
+            needed = own.needed(peak_bytes(first) // num_processes)
+            short = (needed - (own.usable_bytes or 0)) // process.num_devices
+            if short <= 0:
+                return trial
+        lacking += max(short, lacking // _MORE)
     return None
 
 
@@ -240,11 +260,15 @@ def _fit_in_memory(spec: RunSpec, num_processes: int, processes_per_host: int) -
 
 def _least_peak_bytes(spec: RunSpec, workload: Workload) -> int:
     """A lower bound of `peak_bytes` over all schedules of a workload of the run's step."""
+    return spec.first.num_devices * _least_bytes_per_device(spec, workload)
+
+
+def _least_bytes_per_device(spec: RunSpec, workload: Workload) -> int:
+    """A lower bound of one device's host bytes over all schedules of a workload."""
     lists = build_task_lists(workload, few_waves=True)
     limit = spec.budget_bytes
     limit = least_bytes(lists, frozenset()) if limit is None else limit
-    passing = least_transient_host_bytes(lists, limit)
-    return state_bytes(spec.first) + spec.first.num_devices * passing
+    return workload.resting_bytes + least_transient_host_bytes(lists, limit)
 
 
 def _may_fit_any(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> bool:

@@ -35,12 +35,19 @@ def with_recomputed_spans(
 
 
 def with_state_on_disk(
-    step: BoundStep, on_disk: Mapping[Key, int], device_budget: int | None, host_room: float
+    step: BoundStep,
+    on_disk: Mapping[Key, int],
+    again: frozenset[int],
+    device_budget: int | None,
+    host_room: float,
 ) -> BoundStep:
-    """A training step with some of its state on disks; see `Workload` and `bind_step`."""
+    """A training step with some of its state on disks, which computes some forwards again.
+
+    See `Workload` for `on_disk` and `again`, and `bind_step`.
+    """
 
     def of(workload: Workload) -> Workload:
-        return dataclasses.replace(workload, on_disk=on_disk)
+        return dataclasses.replace(workload, on_disk=on_disk, again=again)
 
     selective = step.selective and of(step.selective)
     return _rescheduled(step, of(step.workload), selective, device_budget, host_room)
