@@ -4,6 +4,7 @@ import errno
 import os
 import random
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import megatrain_jax as mt
 from disks import ALL, shuffled_disks, state_on_disk
 from inside import spec_of, store_of
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.remembering import gc_paused
 from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.state import drive
 from megatrain_jax._src.engine.state.drive import Drives
@@ -149,6 +151,26 @@ def test_what_was_fetched_before_comes_before_what_is_fetched_next(tmp_path: Pat
     disk.abandon()
 
 
+def _open_files(folder: Path) -> int:
+    """The number of files in a folder, with or without a name, that this process has open."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(link.startswith(str(folder)) for link in links)
+
+
+def test_the_space_of_a_dropped_trainer_is_free_at_once(tmp_path: Path):
+    trainer = pair(tmp_path)[1]
+    with gc_paused():
+        for seed in range(2):
+            trainer.read(trainer.step(CASE.batch(seed)))
+        trainer.evaluate([CASE.batch(9)])
+        assert _open_files(tmp_path) == 1
+        del trainer
+        assert not _open_files(tmp_path)
+
+
 # ---- faults
 
 
@@ -231,7 +253,7 @@ def test_a_full_disk_is_refused_before_training(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "statvfs", lambda _: Status)
     with state_on_disk(), refuses(OSError, "`disk_dir`", "512 B"):
         make_trainer(CASE, OPTIMIZERS["clip_adamw"], disk_dir=tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir()) and not _open_files(tmp_path)
 
 
 def test_a_folder_that_can_t_be_used_is_named(tmp_path: Path):

@@ -17,6 +17,7 @@ A read waits until its part has been written, if an earlier instruction of the s
 import ctypes
 import functools
 import threading
+import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -268,7 +269,8 @@ class Disk:
             place.version += 1
             place.writing = end = self._write(place.ranges, arrays)
             self._outgoing[number].append(end)
-        end.add_done_callback(lambda _: self._advance(number))
+        own = weakref.ref(self)  # a future keeps its callbacks, and a cycle would keep the files
+        end.add_done_callback(lambda _: (disk := own()) and disk._advance(number))
 
     def abandon(self) -> None:
         """Forgets what is read ahead, and waits for all reads, copies and writes."""
@@ -281,11 +283,6 @@ class Disk:
                 place.writing.exception()  # waits
                 place.writing = None
         self._outgoing = defaultdict(deque)
-
-    def close(self) -> None:
-        """Gives the space on the drives back."""
-        self._copies.shutdown()
-        self._drives.close()
 
     # ---- inside
 

@@ -16,6 +16,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class Range:
 
 
 class Drives:
-    """Ranges of bytes in a file of each folder.
+    """Ranges of bytes in a file of each folder; their space is free when nobody has this object.
 
     Attributes:
         num_bytes: Bytes of all ranges, with their padding.
@@ -70,6 +71,9 @@ class Drives:
         self._folders = list(folders)
         self._lengths = [0] * len(self._folders)
         self._files: list[int] = []
+        # A read or write under way has this object, too. When the process ends, files close anyway.
+        self._close = weakref.finalize(self, _close_files, self._files)
+        self._close.atexit = False
         self._buffers = threading.local()
         for folder in self._folders:
             with _told(folder, "can't be used"):
@@ -142,9 +146,7 @@ class Drives:
         """Ends the threads, and gives the space back."""
         for threads in (self._readers, self._writers):
             threads.shutdown(cancel_futures=True)
-        for file in self._files:
-            os.close(file)
-        self._files.clear()
+        self._close()
 
     def _buffer(self) -> memoryview:
         """This thread's memory for direct transfers."""
@@ -203,6 +205,11 @@ class _told:
 
 def _padded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _close_files(files: list[int]) -> None:
+    while files:
+        os.close(files.pop())
 
 
 def _unnamed_file(folder: Path) -> int:
