@@ -19,6 +19,7 @@ from megatrain_jax._src.engine.options.options import MachineOptions, Options
 from megatrain_jax._src.engine.schedule.workload import SLOTS
 from megatrain_jax._src.engine.spec.costs import disk_link
 from megatrain_jax._src.engine.spec.disk import state_for_disks
+from megatrain_jax._src.engine.spec.host import fit_new_shape_to_host, fit_to_host
 from megatrain_jax._src.engine.spec.rescheduled import with_state_on_disk
 from messages import refuses
 from runs import make_spec
@@ -172,6 +173,22 @@ def test_no_more_goes_to_disks_than_the_budget_allows(given: int | None, fits: b
     plan = _planned(16, disk_dir=str(tmp_path), disk_budget=given)
     assert plan.fits_host is fits
     assert not fits or given is None or plan.disk_bytes <= given
+
+
+@pytest.mark.parametrize("rows", [8, 256])
+def test_batches_of_another_shape_move_no_state(rows: int):
+    spec = make_spec(CASE, lambda _: CLIPPED, device_budget=14 * 2**20)
+    options = dataclasses.replace(spec.options, host_budget=78 * 2**20, disk_dir=("/tmp",))
+    fitted = fit_to_host(dataclasses.replace(spec, base_bytes=0, options=options))
+    assert fitted is not None and fitted.on_disk
+    batch = {"x": jax.ShapeDtypeStruct((rows, DIM), jnp.float32)}
+    step = fitted.bound_step(batch, train=True, loss_fn=fitted.loss_fn)
+    if rows == 256:  # what waits of these takes more memory than state leaves
+        with refuses(MemoryError, "shape"):
+            fit_new_shape_to_host(step, fitted, 1, 1, training=True)
+    else:
+        step = fit_new_shape_to_host(step, fitted, 1, 1, training=True)
+    assert step.workload.on_disk == fitted.on_disk
 
 
 def test_gradients_on_disks_take_no_memory_beside_their_slots(spec: Any):

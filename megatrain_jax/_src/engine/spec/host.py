@@ -453,7 +453,8 @@ def fit_new_shape_to_host(
         return step
     if training:
         asked = dataclasses.replace(spec, first=step)
-        if found := fit_to_host(asked, num_processes, processes_per_host):
+        # What rests on disks stays there: the drives have space for nothing else.
+        if found := _fit_in_memory(asked, num_processes, processes_per_host):
             return found.first
         what, passing = "A step", step.schedule.transient_bytes
         tried = ", and too much even if blocks are computed again"
