@@ -4,7 +4,7 @@ import errno
 import os
 import random
 from collections import Counter
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from inside import spec_of, store_of
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.remembering import gc_paused
 from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
+from megatrain_jax._src.engine.schedule.workload import SLOTS
 from megatrain_jax._src.engine.state import drive
 from megatrain_jax._src.engine.state.drive import Drives
 from messages import refuses
@@ -160,14 +161,18 @@ def _open_files(folder: Path) -> int:
     return sum(link.startswith(str(folder)) for link in links)
 
 
-def test_the_space_of_a_dropped_trainer_is_free_at_once(tmp_path: Path):
+def test_the_space_of_a_dropped_trainer_is_free_again(tmp_path: Path):
     trainer = pair(tmp_path)[1]
     with gc_paused():
         for seed in range(2):
             trainer.read(trainer.step(CASE.batch(seed)))
         trainer.evaluate([CASE.batch(9)])
         assert _open_files(tmp_path) == 1
-        del trainer
+        held: Any = store_of(trainer).disk
+        threads = held._copies, held._drives._readers, held._drives._writers
+        del trainer, held
+        for pool in threads:  # whose last jobs may just be ending
+            pool.shutdown()
         assert not _open_files(tmp_path)
 
 
@@ -244,6 +249,23 @@ def test_a_failing_drive_ends_training_with_its_name_and_keeps_the_checkpoint(
                 disk.read(disk.step(CASE.batch(seed)))
     disk.restore(tmp_path / "saved")
     check_alike(memory, disk, 1)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_step_that_is_cut_off_gives_its_slots_back(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = pair(tmp_path)[1]
+    disk: Any = store_of(trainer).disk
+    key = min(key for key in disk.classes if key.kind is Kind.MASTERS)
+    with monkeypatch.context() as patch, refuses(OSError, "`disk_dir`") if fails else nullcontext():
+        if fails:
+            patch.setattr(os, "preadv", lambda *_: 0)
+        disk.follow((), [Instruction(op=Op.FETCH, key=key)])
+        disk.take(key)
+    disk.abandon()  # before the copy to the device
+    with disk._changed:  # reads that are of no use end by themselves
+        assert disk._changed.wait_for(lambda: {*map(len, disk._free.values())} == {SLOTS}, 5)
 
 
 def test_a_full_disk_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -138,7 +138,8 @@ class Disk:
         self._order: Mapping[int, deque[tuple[Key, int]]] = defaultdict(deque)
         self._ahead: Mapping[int, deque[_Read]] = defaultdict(deque)
         self._outgoing: Mapping[int, deque[Future]] = defaultdict(deque)
-        self._copying: dict[Key, tuple[Slabs, Future]] = {}
+        self._taken: dict[Key, Slabs] = {}
+        self._copying: dict[Key, Future] = {}
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="copies from slots")
 
     def __contains__(self, key: Key) -> bool:
@@ -226,33 +227,33 @@ class Disk:
                 self._changed.wait()
             read = ahead.popleft()
         assert read.key == key, f"{read.key} was read ahead, but {key} is fetched"
+        self._taken[key] = read.arrays
         read.end.result()
         progressed()
-        self._copying[key] = read.arrays, Future()
         return read.arrays
 
     def copied(self, key: Key, arrays: Slabs) -> None:
         """Frees a part's slot as soon as these copies on the device have arrived."""
-        slot, end = self._copying[key]
+        slot = self._taken.pop(key)
 
         def wait() -> None:
             try:
                 jax.block_until_ready(arrays)
             finally:
-                end.set_result(None)
                 self._give_back(key, slot)
 
-        self._copies.submit(wait)
+        self._copying[key] = self._copies.submit(wait)
 
     def settle(self, key: Key) -> None:
         """Waits until a part has been copied, before its arrays on the device are donated."""
+        assert key not in self._taken, f"the copy of {key} has not begun"
         if key in self._copying:
-            self._copying.pop(key)[1].result()
+            self._copying.pop(key).exception()  # waits; the device's arrays have its error
 
     def give_up(self, key: Key) -> None:
         """Gives up the next part of its class instead of taking it."""
-        self._give_back(key, self.take(key))
-        del self._copying[key]
+        self.take(key)
+        self._give_back(key, self._taken.pop(key))
 
     def wait_for_room(self, key: Key) -> None:
         """Waits until a further part of its class may wait in memory to be written."""
@@ -275,9 +276,12 @@ class Disk:
     def abandon(self) -> None:
         """Forgets what is read ahead, and waits for all reads, copies and writes."""
         self.follow((), ())
-        for _, end in self._copying.values():
-            end.result()
+        for end in self._copying.values():
+            end.exception()  # waits
         self._copying.clear()
+        # An error came before their copies.
+        while self._taken:
+            self._give_back(*self._taken.popitem())
         for place in self._places.values():
             if place.writing is not None:
                 place.writing.exception()  # waits
