@@ -278,6 +278,21 @@ def test_a_full_disk_is_refused_before_training(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir()) and not _open_files(tmp_path)
 
 
+def test_space_is_taken_by_writing_where_a_file_system_can_t_reserve_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "posix_fallocate", fails)
+    drives = Drives([tmp_path])
+    drives.place(2**23 + 5000)
+    drives.reserve()
+    status = os.fstat(drives._files[0])
+    assert status.st_size == drives.num_bytes <= status.st_blocks * 512
+    drives.close()
+
+
 def test_a_folder_that_can_t_be_used_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with state_on_disk(), refuses(OSError, "`disk_dir`", "file"):

@@ -116,7 +116,7 @@ class Drives:
                     "the state would rest there. Free some space, or add another folder",
                 )
             with _told(folder, f"can't hold {sized(length)}"):
-                os.posix_fallocate(file, 0, length)
+                _allocate(file, length)
 
     def write(self, where: Range, data: Callable[[], np.ndarray]) -> list[Future]:
         """Starts to write a range.
@@ -201,6 +201,20 @@ class _told:
         if isinstance(error, OSError):
             text = f"`disk_dir`={str(self._folder)!r} {self._what}: {error.strerror or error}"
             raise OSError(error.errno, text) from error
+
+
+def _allocate(file: int, length: int) -> None:
+    """Takes the space of a new file: by writing it, where a file system knows no other way."""
+    try:
+        os.posix_fallocate(file, 0, length)
+    except OSError as error:
+        # The C library then writes single bytes, which direct transfers refuse.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        zeros = mmap.mmap(-1, _PIECE_BYTES)
+        offset = 0
+        while offset < length:
+            offset += os.pwrite(file, memoryview(zeros)[: length - offset], offset)
 
 
 def _padded(num_bytes: int) -> int:
