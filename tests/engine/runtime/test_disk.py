@@ -18,6 +18,7 @@ from disks import ALL, shuffled_disks, state_on_disk
 from inside import spec_of, store_of
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.remembering import gc_paused
+from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.workload import SLOTS
 from megatrain_jax._src.engine.state import drive
@@ -297,6 +298,12 @@ def test_a_folder_that_can_t_be_used_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with state_on_disk(), refuses(OSError, "`disk_dir`", "file"):
         make_trainer(CASE, OPTIMIZERS["clip_adamw"], disk_dir=tmp_path / "file")
+
+
+@pytest.mark.parametrize("given", ["gs://bucket/run", ["/tmp", "file:///tmp"]])
+def test_a_url_is_no_folder_of_a_drive(given: Any):
+    with refuses(ValueError, "`disk_dir`", "URL"):
+        Options(disk_dir=given)
 
 
 def test_a_drive_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

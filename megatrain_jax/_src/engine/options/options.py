@@ -625,7 +625,10 @@ def _disk_dir(value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
     folders = value if isinstance(value, list | tuple) and value else [value]
-    paths = (checks.path("disk_dir", x, ", a list of such paths, or None") for x in folders)
+    paths = [checks.path("disk_dir", x, ", a list of such paths, or None") for x in folders]
+    for path in paths:
+        if "://" in path:
+            raise ValueError(f"`disk_dir`={path!r} is a URL: give a folder of a drive of this host")
     return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
 
 
