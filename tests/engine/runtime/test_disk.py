@@ -300,7 +300,9 @@ def test_a_folder_that_can_t_be_used_is_named(tmp_path: Path):
         make_trainer(CASE, OPTIMIZERS["clip_adamw"], disk_dir=tmp_path / "file")
 
 
-@pytest.mark.parametrize("given", ["gs://bucket/run", ["/tmp", "file:///tmp"]])
+@pytest.mark.parametrize(
+    "given", ["gs://bucket/run", ["/tmp", "file:///tmp"]], ids=["one", "listed"]
+)
 def test_a_url_is_no_folder_of_a_drive(given: Any):
     with refuses(ValueError, "`disk_dir`", "URL"):
         Options(disk_dir=given)
