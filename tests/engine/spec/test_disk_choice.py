@@ -142,13 +142,20 @@ def test_a_host_that_suffices_needs_no_disk():
     assert with_disk.seconds_per_step == without.seconds_per_step
 
 
-def test_a_refusal_says_what_a_disk_would_do(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({}, "GB/s"), ({"disk_dir": ("/tmp",), "disk_budget": 2**20}, "`disk_budget`")],
+    ids=["none", "little"],
+)
+def test_a_refusal_says_what_a_disk_would_do(
+    given: Any, named: str, monkeypatch: pytest.MonkeyPatch
+):
     from megatrain_jax._src.engine.spec import host
 
     spec = make_spec(CASE, lambda _: CLIPPED, hardware=MACHINE)
-    small = dataclasses.replace(spec.options, host_budget=2**32 + 2**20)
+    small = dataclasses.replace(spec.options, host_budget=2**32 + 2**20, **given)
     monkeypatch.setattr(host.HostProcess, "needed", lambda self, n: n + 2**32 - 2**25)
-    with refuses(MemoryError, "`disk_dir`", "GB/s"):
+    with refuses(MemoryError, "`disk_dir`", named):
         host.check_host(dataclasses.replace(spec, options=small), 1, 1)
 
 

@@ -335,14 +335,19 @@ def check_host(spec: RunSpec, num_processes: int, processes_per_host: int) -> No
 
 
 def _with_disk(spec: RunSpec, num_processes: int, processes_per_host: int) -> str:
-    """A sentence on what a disk would do for a run that has none; empty if it would not help."""
-    if spec.options.disk_folders:
-        return ""
-    found = fit_with_disk(spec, num_processes, processes_per_host)
+    """A sentence on what a disk, or more of it, would do; empty if a run without would not fit."""
+    options = spec.options
+    unlimited = dataclasses.replace(spec, options=dataclasses.replace(options, disk_budget=None))
+    found = fit_with_disk(unlimited, num_processes, processes_per_host)
     if found is None:
-        return ""
+        return " `disk_dir` can't free enough." if options.disk_folders else ""
     step = found.first
     num_bytes = step.num_devices * sum(map(step.workload.size, found.on_disk))
+    if options.disk_bytes is not None:
+        return (
+            f" Or use a larger `disk_budget` than {sized(options.disk_bytes)}: "
+            f"{sized(num_bytes // num_processes)} would rest in `disk_dir`."
+        )
     read, written = (rate / 1e9 for rate in TYPICAL_DISK)
     return (
         f" Or give a `disk_dir`: {sized(num_bytes)} would rest there, and on a drive that reads "
