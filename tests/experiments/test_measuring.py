@@ -155,6 +155,8 @@ def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
         microbatches=1,
         waves=None,
         host_budget=None,
+        disk_dir=None,
+        network=None,
         devices=1,
         loss="own",
         steps=MIN_STEPS,
