@@ -42,11 +42,11 @@ def least_seconds(
     ]
     # What isn't stored is computed again.
     again = frozenset(s for s, (_, num_bytes) in enumerate(inputs) if num_bytes)
-    # All residuals stay on the device; only the costliest ones may be offloaded.
-    rooms = [(workload, device_bytes)]
-    if selective is not None:
-        offloaded = host_room if selective.may_offload_residuals else 0
-        rooms.append((selective, device_bytes + offloaded))
+    rooms = [
+        (of, device_bytes + (host_room if of.may_offload_residuals else 0))
+        for of in (workload, selective)
+        if of is not None
+    ]
 
     # From the second wave on, the sums of all gradients exist, too. All waves store the same parts.
     used = set(workload.trained_groups).difference(workload.unused_groups)
