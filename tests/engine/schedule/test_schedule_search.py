@@ -118,6 +118,19 @@ def test_no_step_takes_less_time_than_its_bound(seeds):
                 assert least_seconds(workload, selective) <= bound
 
 
+def test_residuals_that_wait_in_the_host_save_time_in_the_bound():
+    """A fast link, a small device and large residuals, none of them the costliest only."""
+    seconds = (1000.0,) * 20
+    rates = replace(costs(20, 20, forward=seconds, backward=seconds), recompute=(500.0,) * 20)
+    large = {"residuals": (40,) * 19 + (0,), "may_offload_residuals": True}
+    workload = decoder(deferred=False, costs=rates, fused_last=True, **large)
+    bare = find_schedule(replace(workload, residuals=(), costs=replace(rates, recompute=())), None)
+    step = find_schedule(workload, bare.smallest_bytes + 80)
+    assert len(step.kept) > 4, "more than fit on the device"
+    bound = least_seconds(workload, None, step.peak_bytes, step.transient_bytes)
+    assert bound <= step.seconds * (1 + 1e-9)
+
+
 @pytest.mark.by_default("0", "1", "2", "4")
 @pytest.mark.parametrize("seed", range(6))
 def test_a_search_that_remembers_finds_the_same(seed):

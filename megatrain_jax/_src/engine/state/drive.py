@@ -108,8 +108,7 @@ class Drives:
         for folder, file, length in zip(self._folders, self._files, self._lengths, strict=True):
             if not length:
                 continue
-            status = os.statvfs(folder)
-            if (free := status.f_bavail * status.f_frsize) < length:
+            if (free := _free_bytes(folder)) < length:
                 raise OSError(
                     errno.ENOSPC,
                     f"`disk_dir`={str(folder)!r} has {sized(free)} free, and {sized(length)} of "
@@ -226,6 +225,11 @@ def _close_files(files: list[int]) -> None:
         os.close(files.pop())
 
 
+def _free_bytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
 def _unnamed_file(folder: Path) -> int:
     """Opens a new file without a name; its space is free again when the process ends."""
     path = folder / f".megatrain-{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}"
@@ -252,9 +256,11 @@ def measured_rates(folders: Sequence[Path]) -> tuple[float, float]:
     """
     drives = Drives(folders)
     try:
-        ranges = [drives.place(_MEASURED_BYTES) for _ in range(2)]
+        # A little of what is free, because nothing may come to rest there.
+        size = max(_PIECE_BYTES, min(_MEASURED_BYTES, *(_free_bytes(x) // 8 for x in folders)))
+        ranges = [drives.place(size) for _ in range(2)]
         drives.reserve()
-        data = np.random.default_rng(0).integers(0, 256, _MEASURED_BYTES, np.uint8)
+        data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
         for future in drives.write(ranges[0], lambda: data):
             future.result()
         into, start = np.empty_like(data), time.perf_counter()
@@ -267,6 +273,6 @@ def measured_rates(folders: Sequence[Path]) -> tuple[float, float]:
         jobs = drives.read(ranges[0], into), drives.write(ranges[1], lambda: data)
         with ThreadPoolExecutor(2) as threads:
             seconds = list(threads.map(ended, jobs))
-        return _MEASURED_BYTES / seconds[0], _MEASURED_BYTES / seconds[1]
+        return size / seconds[0], size / seconds[1]
     finally:
         drives.close()
