@@ -157,6 +157,9 @@ class Loop:
         """
         if self.options.eval_data is None:
             return
+        which = self.options.eval_params
+        if which == "ema" and self.trainer.run_state.spec.options.ema_decay is None:
+            raise ValueError(f"`eval_params`={which!r} needs `ema_decay`: the run keeps no average")
         with naming_evaluation():
             first, self.first_evaluation = drawn or first_evaluation(self.options.eval_data)
             names = self.trainer.check_eval_batch(first, params=self.options.eval_params)
