@@ -125,7 +125,9 @@ def chosen_hardware(network: str | None) -> mt.Hardware | None:
     """Returns this machine with a rate between hosts, or None for the machine as it is."""
     if network is None:
         return None
-    return dataclasses.replace(mt.this_machine(), network_bytes_per_s=rate_of("network", network))
+    machine = mt.this_machine()
+    assert machine is not None, "--network needs a GPU"
+    return dataclasses.replace(machine, network_bytes_per_s=rate_of("network", network))
 
 
 def own_part(batch: dict[str, Any]) -> dict[str, Any]:
