@@ -24,7 +24,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 _FOLDERS = {
-    "experiments": {".md", ".json", ".jsonl", ".png", ".py", ".sh", ".yaml"},
+    "experiments": {".csv", ".md", ".json", ".jsonl", ".png", ".py", ".sh", ".yaml"},
     "megatrain_jax": {".json", ".py"},
     "tests": {".json", ".py", ".txt"},
 }
