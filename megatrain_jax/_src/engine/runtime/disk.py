@@ -34,6 +34,7 @@ from megatrain_jax._src.engine.schedule.workload import SLOTS
 from megatrain_jax._src.engine.state.drive import Drives, Range
 from megatrain_jax._src.engine.state.layout import GroupLayout
 from megatrain_jax._src.engine.state.placement import Placement
+from megatrain_jax._src.engine.state.pool import unfilled
 
 Slabs = tuple[jax.Array, ...]
 
@@ -132,7 +133,10 @@ class Disk:
             avals = layouts[key.owner].avals(key.kind, gradients.get(key.owner))
             self._places[key] = _Place(avals=avals, ranges=[*map(self._ranges, avals)])
             if number not in self._free:
-                self._free[number] = [self._slot(avals) for _ in range(SLOTS)]
+                at_rest = placement.slabs_at_rest
+                makers = [unfilled(x.shape, at_rest, x.dtype) for x in avals]
+                slots = (tuple(make() for make in makers) for _ in range(SLOTS))
+                self._free[number] = jax.block_until_ready(list(slots))
         drives.reserve()
         self._changed = threading.Condition(threading.RLock())
         self._order: Mapping[int, deque[tuple[Key, int]]] = defaultdict(deque)
@@ -294,10 +298,6 @@ class Disk:
         num_bytes = aval.size * aval.dtype.itemsize // self._num_shards
         return {n: self._drives.place(num_bytes) for n in self._placement.shards_here}
 
-    def _slot(self, avals: Sequence[jax.ShapeDtypeStruct]) -> Slabs:
-        make = functools.partial(_unfilled, sharding=self._placement.slabs_at_rest)
-        return tuple(jax.block_until_ready([make(x.shape, x.dtype) for x in avals]))
-
     def _advance(self, number: int) -> None:
         """Starts the next reads of a class, as far as slots are free."""
         with self._changed:
@@ -363,11 +363,6 @@ def _memory(array: jax.Array) -> np.ndarray:
         return np.empty(0, np.uint8)
     start = array.unsafe_buffer_pointer()
     return np.ctypeslib.as_array((ctypes.c_ubyte * array.nbytes).from_address(start))
-
-
-def _unfilled(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
-    """An array without contents."""
-    return jax.jit(functools.partial(jax.lax.empty, shape, dtype), out_shardings=sharding)()
 
 
 def _joined(jobs: Sequence[Future]) -> Future:

@@ -21,7 +21,6 @@ from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.schedule.host_copies import host_changes
 from megatrain_jax._src.engine.schedule.schedule import Schedule
 from megatrain_jax._src.engine.schedule.tasks import TaskLists
-from megatrain_jax._src.engine.schedule.workload import SLOTS
 
 # XLA's constants, in bytes.
 _ALIGNMENT, _LEAST_SPLIT = 256, 2**27
@@ -47,9 +46,8 @@ def bytes_with_gaps(
         Bytes, at least as many as the state at rest takes.
     """
     pool, held, on_disk = _EndlessPool(), dict[Key, list[int]](), lists.workload.on_disk
-    ways = {n: 1 if k.owner in lists.workload.frozen else 2 for k, n in on_disk.items()}
-    for number, key in {number: key for key, number in on_disk.items()}.items():
-        for size in ways[number] * SLOTS * [*arrays(key)]:  # slots, and what waits to be written
+    for key in {number: key for key, number in on_disk.items()}.values():
+        for size in lists.workload.slots(key) * [*arrays(key)]:
             pool.allocate(size)
     leaving: list[tuple[int, int]] = []  # arrays that are read until a task has been computed
 

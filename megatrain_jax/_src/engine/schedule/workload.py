@@ -225,9 +225,13 @@ class Workload:
         )
         classes: dict[int, int] = {}
         for key, number in self.on_disk.items():
-            ways = 1 if key.owner in self.frozen else 2
-            classes[number] = max(classes.get(number, 0), ways * SLOTS * self.size(key))
+            classes[number] = max(classes.get(number, 0), self.slots(key) * self.size(key))
         return in_memory + sum(classes.values())
+
+    def slots(self, key: Key) -> int:
+        """Number of parts of a class that may be on their way to and from disks, by one of them."""
+        ways = 1 if key.owner in self.frozen else 2
+        return ways * SLOTS
 
     @property
     def trained_groups(self) -> list[int]:

@@ -1,10 +1,10 @@
 """Chooses the state that rests on disks, where a host's memory can't hold all of it.
 
-Frozen weights come first, because nothing is written; then optimizer state, which is read and
-written once per step, and gradients that wait for their update in the next step, which are, too;
-then masters, which forward and backward read. Parts of equal shapes share
-slots in the host's memory, so as few kinds of parts as possible are taken, the largest first, and
-spread over the groups, so that the disks are busy all the time.
+Frozen weights come first, because they are never written. Optimizer state is next, and after it
+gradients that wait for their update in the next step: both are read and written once per step.
+Masters are last, because forward and backward read them. Parts of equal shapes share slots in the
+host's memory, so as few kinds of parts as possible are taken, the largest first. They are spread
+over the groups, so that the disks are busy all the time.
 
 Example: 40 equal blocks have 2 GiB of masters and 4 GiB of optimizer state each, and the host lacks
 50 GiB. The optimizer state of 17 blocks goes to the disks: 68 GiB, less 16 GiB for two slots and
@@ -16,7 +16,6 @@ from collections.abc import Hashable, Mapping
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.engine.schedule.choices import spread_out
-from megatrain_jax._src.engine.schedule.workload import SLOTS
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 
 _IN_ORDER = Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.MASTERS
@@ -51,12 +50,12 @@ def state_for_disks(spec: RunSpec, num_bytes: int) -> Mapping[Key, int] | None:
     found: dict[Key, int] = {}
     lacking = num_bytes
     for number, keys in enumerate(sorted(classes.values(), key=order)):
-        size, ways = workload.size(keys[0]), 1 if keys[0].owner in frozen else 2
+        size, slots = workload.size(keys[0]), workload.slots(keys[0])
         if lacking <= 0:
             break
-        if len(keys) <= ways * SLOTS:  # their slots would take as much
+        if len(keys) <= slots:  # their slots would take as much
             continue
-        count = min(len(keys), -(-lacking // size) + ways * SLOTS)
+        count = min(len(keys), -(-lacking // size) + slots)
         found |= dict.fromkeys(spread_out(keys)[:count], number)
-        lacking -= (count - ways * SLOTS) * size
+        lacking -= (count - slots) * size
     return found if lacking <= 0 else None

@@ -601,9 +601,10 @@ def _maker(num_bytes: int, target: SingleDeviceSharding) -> Callable[[], jax.Arr
     return unfilled(num_bytes, target).lower().compile()
 
 
-def unfilled(num_bytes: int, target: Sharding) -> Any:
+def unfilled(shape: int | tuple[int, ...], target: Sharding, dtype: Any = jnp.uint8) -> Any:
     """A function that makes an array without spending time on filling it."""
-    return jax.jit(partial(jax.lax.empty, (num_bytes,), jnp.uint8), out_shardings=target)
+    shape = (shape,) if isinstance(shape, int) else shape
+    return jax.jit(partial(jax.lax.empty, shape, dtype), out_shardings=target)
 
 
 def _pinned_bytes_in_use(devices: Sequence[Any]) -> dict[Any, int]:
