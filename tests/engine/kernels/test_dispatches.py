@@ -49,7 +49,8 @@ def dispatched(depth, optimizer, microbatches, budget, monkeypatch):
         function = get(self, kernel)
 
         def run(*args):
-            counts[kernel.name] += 1
+            # With or without values kept for backward, in one step a layer has one way.
+            counts[kernel.name.split()[0]] += 1
             return function(*args)
 
         run.trace = function.trace  # by which the memory that it needs is estimated

@@ -84,7 +84,9 @@ def test_a_plan_is_that_of_the_library(tiny, capsys):
         plan = mt.plan(
             lambda: models.Decoder(config_of(str(tiny)), rngs=nnx.Rngs(0)),
             models.next_token_loss,
-            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5, b2=0.95)),
+            optax.chain(
+                optax.clip_by_global_norm(1.0), optax.adamw(1e-5, b2=0.95, weight_decay=0.0)
+            ),
             batch_shapes(4, 128),
             hardware="H100",
             host_gib=8,
