@@ -1,0 +1,228 @@
+"""Repositories of others by their scripts: the steps of their own training, a stage for each block.
+
+TUNIX=<clone> BONSAI=<clone> BIG_VISION=<clone> DIT=<clone> pytest -m long \
+    tests/experiments/test_repositories.py
+
+A clone needs the packages that it imports. KerasHub is tested where pip has installed it.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import jax_utils, nnx
+
+import megatrain_jax as mt
+from places import ROOT
+
+# Other repositories import Keras, too, which reads this once.
+os.environ["KERAS_BACKEND"] = "jax"
+# Warnings are the repositories', some of which are written for older releases.
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
+FOLDER = ROOT / "experiments" / "repositories"
+TOLERANCE = 2e-6
+STEPS = 5
+# Biases of keys have no gradient: with a small eps, Adam divides rounding by rounding.
+ADAMW = optax.adamw(1e-4, eps=1e-3)
+
+
+def _module(name: str, alias: str) -> Any:
+    """A file of the folder as a module, under a name that isn't the repository's."""
+    spec = importlib.util.spec_from_file_location(alias, FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[alias] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def script(name: str, variable: str = "", package: str = "") -> Any:
+    """A script, with its repository importable; skips where it isn't."""
+    running = _module("running", "running")
+    if variable and variable not in os.environ:
+        pytest.skip(f"{variable} names no clone")
+    if variable:
+        running.importable(Path(os.environ[variable]), package)
+    return _module(name, f"train_{name}")
+
+
+def small(module: Any) -> Any:
+    """The small training of a script."""
+    try:
+        return module.make("small", 4)
+    except ImportError as error:
+        pytest.skip(f"the repository can't be imported: {error}")
+
+
+def check_streamed(trainer: mt.Trainer, layer: str, number: int) -> None:
+    """Checks that each layer is a group and a stage of its own."""
+    names = [group.name for group in trainer.plan.groups if re.search(layer, group.name)]
+    counts = sum(group.count for group in trainer.plan.groups if re.search(layer, group.name))
+    assert counts == number, names
+    assert trainer.plan.num_stages > number
+    assert trainer.plan.num_templates < trainer.plan.num_stages
+
+
+def trained(given: Any, batches: Sequence[Any] = ()) -> tuple[mt.Trainer, Any]:
+    """A trainer after its steps, and the parameters before them."""
+    batches = batches or given.batches(STEPS)
+    parts = given.model, given.loss_fn, given.optimizer, batches[0]
+    trainer = mt.Trainer(*parts, precision="float32")
+    initial = jax.tree.map(np.array, trainer.params)
+    for batch in batches:
+        trainer.step(batch)
+    return trainer, initial
+
+
+def check_equal(trainer: mt.Trainer, params: Any, losses: list[float]) -> None:
+    """Checks losses and parameters after the steps."""
+    np.testing.assert_allclose(trainer.history["loss"], losses, rtol=TOLERANCE)
+    actual, expected = (
+        nnx.to_pure_dict(x) if isinstance(x, nnx.State) else x for x in (trainer.params, params)
+    )
+    # In five steps, parameters change by some ten-thousandths.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, TOLERANCE, 2e-7), actual, expected)
+
+
+def test_tunix_steps_are_those_of_its_own_trainer():
+    module = script("tunix", "TUNIX", "tunix")
+    given = dataclasses.replace(small(module), optimizer=ADAMW)
+    trainer, _ = trained(given)
+    check_streamed(trainer, "^layers", 4)
+
+    peft_trainer = importlib.import_module("tunix.sft.peft_trainer")
+    config = importlib.import_module("tunix.common.configs").TrainingConfig(eval_every_n_steps=1)
+    model = given.model()
+    own = peft_trainer.PeftTrainer(model, ADAMW, config)
+    step, _ = own.with_gen_model_input_fn(module.model_input).jit_train_and_eval_step()
+    losses = [float(step(batch, jnp.bool(True))[0]) for batch in given.batches(STEPS)]
+    check_equal(trainer, nnx.state(model, nnx.Param), losses)
+
+
+def test_bonsai_steps_are_those_of_nnx_with_the_models_own_loss():
+    given = dataclasses.replace(small(script("bonsai", "BONSAI", "bonsai")), optimizer=ADAMW)
+    trainer, _ = trained(given)
+    check_streamed(trainer, "layers", 4)
+
+    model = given.model()
+    optimizer = nnx.Optimizer(model, ADAMW, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, tokens: jax.Array) -> jax.Array:
+        loss, gradient = nnx.value_and_grad(lambda m: m(tokens, tokens)["loss"])(model)
+        optimizer.update(model, gradient)
+        return loss
+
+    losses = [float(step(model, optimizer, b["tokens"])) for b in given.batches(STEPS)]
+    check_equal(trainer, nnx.state(model, nnx.Param), losses)
+
+
+def test_big_vision_steps_are_those_of_its_loop_with_its_optimizer():
+    module = script("big_vision", "BIG_VISION", "big_vision")
+    module.OPTIMIZER["optax"] = {"eps": 1e-3}
+    given = small(module)
+    trainer, params = trained(given)
+    check_streamed(trainer, "encoderblock", 4)
+
+    # `update_fn` is inside of big_vision's `main`, which reads data sets.
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            logits, _ = given.model.apply({"params": params}, batch["image"], train=True)
+            return importlib.import_module("big_vision.utils").sigmoid_xent(
+                logits=logits, labels=batch["labels"]
+            )
+
+        loss, gradients = jax.value_and_grad(loss_fn)(params)
+        updates, state = given.optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state, losses = given.optimizer.init(params), []
+    for batch in given.batches(STEPS):
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    check_equal(trainer, params, losses)
+
+
+def test_dit_steps_are_those_of_its_own_trainer(monkeypatch: pytest.MonkeyPatch):
+    module = script("dit", "DIT", "diffusion_transformer")
+    given = small(module)
+    rng = np.random.default_rng(1)
+    # The first steps from the initial parameters, of which many are zero, train few of them.
+    initial = jax.tree.map(
+        lambda x: x + rng.normal(0, 0.02, x.shape).astype(np.float32), given.model()
+    )
+    key, batches = jax.random.PRNGKey(3), []
+    for batch in given.batches(STEPS):
+        batches.append({**batch, "key": np.tile(key, (len(batch["labels"]), 1))})
+        key = jax.random.split(key, 4)[0]
+    loss_fn = given.loss_fn
+    given = dataclasses.replace(
+        given,
+        model=initial,
+        loss_fn=lambda params, batch: loss_fn(params, batch, batch["key"][0]),
+        optimizer=ADAMW,
+    )
+    trainer, _ = trained(given, batches)
+    check_streamed(trainer, "DiTBlock", 4)
+
+    # Packages that its training doesn't need, and what newer releases of JAX lack.
+    names = "tensorflow tensorflow_datasets matplotlib matplotlib.pyplot wandb utils.stable_vae"
+    for name in names.split():
+        monkeypatch.setitem(sys.modules, name, mock.MagicMock())
+    monkeypatch.setattr(jax, "tree_map", jax.tree.map, raising=False)
+    own = importlib.import_module("train_diffusion")
+    states = importlib.import_module("utils.train_state").TrainState
+    scheduler = importlib.import_module("schedulers").GaussianDiffusion(module.TIMESTEPS)
+    definition = module.definition("small")
+    state = jax_utils.replicate(
+        own.DiffusionTrainer(
+            jax.random.PRNGKey(3),
+            states.create(definition, initial, tx=ADAMW),
+            states.create(definition, initial),
+            {"diffusion_timesteps": module.TIMESTEPS, "eps_update_rate": 0.9999},
+            scheduler,
+        ),
+        jax.local_devices()[:1],
+    )
+    losses = []
+    for batch in batches:
+        state, info = state.update(batch["images"][None], batch["labels"][None])
+        losses.append(float(info["l2_loss_eps"][0]))
+    check_equal(trainer, jax.tree.map(lambda x: x[0], state.model.params), losses)
+
+
+def test_kerashub_steps_are_those_of_keras():
+    pytest.importorskip("keras_hub")
+    keras = importlib.import_module("keras")
+    optimizer = optax.sgd(1e-2, momentum=0.9)  # Keras's Adam has its eps in another place
+    given = dataclasses.replace(small(script("kerashub")), optimizer=optimizer)
+    trainer, initial = trained(given)
+    check_streamed(trainer, "transformer_layer", 4)
+
+    model = given.model().model
+    for variable in model.trainable_variables:
+        variable.assign(initial["trained"][variable.path])
+    model.compile(
+        optimizer=keras.optimizers.SGD(1e-2, momentum=0.9),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    losses = []
+    for batch in given.batches(STEPS):
+        inputs = {name: batch[name] for name in ("token_ids", "padding_mask")}
+        loss, *_ = model.train_on_batch(inputs, batch["labels"], batch["padding_mask"])
+        losses.append(float(loss))
+    found = {x.path: np.asarray(x.value) for x in model.trainable_variables}
+    check_equal(trainer, {"trained": found}, losses)
