@@ -226,3 +226,68 @@ def test_kerashub_steps_are_those_of_keras():
         losses.append(float(loss))
     found = {x.path: np.asarray(x.value) for x in model.trainable_variables}
     check_equal(trainer, {"trained": found}, losses)
+
+
+def test_a_keras_model_keeps_statistics_and_keys_of_dropout():
+    keras = pytest.importorskip("keras")
+    module = script("kerashub")
+
+    def build() -> Any:
+        keras.utils.clear_session()  # the names of the next model's layers are the same
+        layers = [keras.layers.Dense(8), keras.layers.BatchNormalization()]
+        return keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dropout(0.5, seed=1)])
+
+    def draw(rng: np.random.Generator) -> Any:
+        return {"x": rng.normal(size=(16, 4)).astype(np.float32)}
+
+    given = module.Training(
+        model=lambda: module.KerasModel(build),
+        loss_fn=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+        optimizer=optax.sgd(0.1),
+        draw=draw,
+    )
+    trainer, initial = trained(given)
+    model = build()
+    for variable in model.trainable_variables:
+        variable.assign(initial["trained"][variable.path])
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    zeros = np.zeros((16, 8), np.float32)
+    losses = [float(model.train_on_batch(b["x"], zeros)) for b in given.batches(STEPS)]
+    np.testing.assert_allclose(trainer.history["loss"], losses, rtol=TOLERANCE)
+    for variable in model.non_trainable_variables:
+        found = trainer.model.others[variable.path][...]
+        np.testing.assert_allclose(found, variable.value, rtol=1e-6, err_msg=variable.path)
+
+
+REPOSITORIES = {
+    "tunix": ("TUNIX", "tunix"),
+    "bonsai": ("BONSAI", "bonsai"),
+    "big_vision": ("BIG_VISION", "big_vision"),
+    "dit": ("DIT", "diffusion_transformer"),
+    "kerashub": (),
+}
+
+
+def published() -> dict[str, list[str]]:
+    """The cells of the page's table, by script."""
+    text = (ROOT / "docs" / "your_repository.md").read_text(encoding="utf-8")
+    table = text.split("<!-- planned: repositories -->")[1].split("<!-- end of planned -->")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line]
+    return {row[0].removesuffix(".py"): row[1:] for row in rows[2:]}
+
+
+@pytest.mark.parametrize("name", REPOSITORIES)
+def test_the_pages_plan_is_what_plans_say(name: str):
+    configuration, *shown = published()[name]
+    if name == "kerashub":
+        pytest.importorskip("keras_hub")
+    module = script(name, *REPOSITORIES[name])
+    try:
+        plan = module.make(configuration, 8).plan(microbatches=8)
+    except ImportError as error:
+        pytest.skip(f"the repository can't be imported: {error}")
+    sizes = sys.modules["running"].plain_bytes(plan), plan.device_bytes, plan.host_peak_bytes
+    planned = [plan.num_parameters / 1e9, plan.num_stages, *(size / 2**30 for size in sizes)]
+    assert [float(cell.split()[0].rstrip("B")) for cell in shown] == pytest.approx(
+        planned, rel=0.03
+    )
