@@ -68,6 +68,8 @@ def test_an_unlike_module_or_a_single_matrix_is_no_first_layer():
 
 # Keys that are paths
 
+DENSE = {"kernel": (64, 64), "bias": (64,)}
+
 
 def flattened(tree, separator, path=()):
     """A flat dict whose keys are paths, as safetensors files and `flatten_dict` have them."""
@@ -129,6 +131,28 @@ def test_module_names_that_are_paths_are_cut_below_their_names():
 
     program, _ = cut_tree(shapes, forward, {"x": jax.ShapeDtypeStruct((2, 64), jnp.float32)})
     assert blocks(program) == [f"net.~.layer_{k}" for k in range(3)]
+
+
+def test_names_with_a_number_inside_are_cut_at_the_number():
+    # As in functional models of Keras.
+    parts = "attention", "mlp"
+    shapes = {
+        f"block_{k}_{part}": {"up": (64, 96), "down": (96, 64)} for k in range(3) for part in parts
+    }
+    # One matrix with its bias is no block.
+    shapes |= {f"dense_{k}_{name}": {"w": shape} for k in range(2) for name, shape in DENSE.items()}
+
+    def forward(p, batch):
+        x = batch["x"].astype(jnp.bfloat16)
+        for k in range(3):
+            for module in (p[f"block_{k}_{part}"] for part in parts):
+                x = x + jnp.tanh(x @ module["up"]) @ module["down"]
+        for k in range(2):
+            x = x @ p[f"dense_{k}_kernel"]["w"] + p[f"dense_{k}_bias"]["w"]
+        return x
+
+    program, _ = cut_tree(shapes, forward, {"x": jax.ShapeDtypeStruct((2, 64), jnp.float32)})
+    assert blocks(program) == ["block_0", "block_1", "block_2"]
 
 
 def test_stacked_arrays_of_a_flat_dict_are_separated():

@@ -56,6 +56,7 @@ from megatrain_jax._src.engine.program.layers.stacks import Stack
 Matrices = frozenset[tuple[ModelPath, tuple[int, ...]]]
 STACK = "[]"  # stands in a path for the number of a slice
 _INDEXED = re.compile(r"^(?:(.*)[-._])?(\d+)$")
+_INDEXED_PREFIX = re.compile(r"^((?:.*?[-_])?)(\d+)[-_](.+)$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,7 +255,7 @@ class Lists:
         own = [self.parameters[i] for i in members]
         # Gates and biases with two axes would make unlike layers look alike.
         least = max(p.size for p in own) / 16
-        found = [p for p in own if sum(n > 1 for n in p.shape) > 1 and p.size >= least]
+        found = [p for p in own if _is_matrix(p.shape) and p.size >= least]
         return frozenset((p.path[depth:], p.shape) for p in found)
 
     def _number(self, kind: list[ModelPath], row) -> int:
@@ -280,6 +281,40 @@ def _siblings(parameters: Sequence[Parameter]) -> dict[tuple, set[ModelPath]]:
             found = _index(element[-1])
             siblings[element[:-1], found and found[0]].add(element)
     return siblings
+
+
+def _split_after_numbers(
+    paths: Sequence[ModelPath], shapes: Sequence[jax.ShapeDtypeStruct]
+) -> list[ModelPath]:
+    """Splits names like `block_3_up` into `block_3` and `up`, so that they are elements of a list.
+
+    Functional models of Keras, and flat dicts, have such names. Blocks have several matrices: two
+    numbers of a stem need two names with matrices in common.
+
+    Args:
+        paths: Path of each parameter.
+        shapes: Shape of each parameter.
+    """
+    split, depth = list(paths), 0
+    while any(depth < len(path) for path in split):
+        numbers: dict[tuple, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        rows = []
+        for i, path in enumerate(split):
+            match = _INDEXED_PREFIX.match(str(path[depth])) if depth < len(path) else None
+            if match:
+                above, (stem, number, name) = path[:depth], match.groups()
+                rows.append((i, (above, stem), number, name))
+                if _is_matrix(shapes[i].shape):
+                    numbers[above, stem][name].add(number)
+        for i, place, number, name in rows:
+            if sum(len(found) > 1 for found in numbers[place].values()) > 1:
+                split[i] = (*place[0], place[1] + number, name, *split[i][depth + 1 :])
+        depth += 1
+    return split
+
+
+def _is_matrix(shape: Sequence[int]) -> bool:
+    return sum(n > 1 for n in shape) > 1
 
 
 def _alike(one: Matrices, other: Matrices) -> bool:
@@ -448,7 +483,7 @@ def find_leaves(
         upstream: For each parameter, a bit mask of the parameters that run before it (bit i is
             parameter i); None if no equation reads it.
     """
-    given, paths = paths, [*map(module_path, paths)]
+    given, paths = paths, _split_after_numbers([*map(module_path, paths)], shapes)
     parameters = [
         Parameter(path=path, shape=tuple(shape.shape), upstream=up)
         for path, shape, up in zip(paths, shapes, upstream, strict=True)
