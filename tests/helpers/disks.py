@@ -4,11 +4,13 @@ import dataclasses
 import math
 import random
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatrain_jax._src.common.keys import Key, Kind
@@ -51,6 +53,36 @@ def state_on_disk(kinds: Collection[Kind] = ALL) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "fit_to_host", fitted)
         yield
+
+
+class Reads:
+    """The bytes that are read from drives beside steps, and how many of these are in memory."""
+
+    total = now = most = 0
+
+    def add(self, part: np.ndarray) -> None:
+        """Counts an array until nobody has it."""
+        self.total += part.nbytes
+        self.now += part.nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(part, self._end, part.nbytes)
+
+    def _end(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+@contextmanager
+def counted_reads() -> Iterator[Reads]:
+    """Counts what is read from drives beside steps."""
+    found, read_part = Reads(), drive.Drives.read_part
+
+    def counted(*args: Any) -> np.ndarray:
+        found.add(part := read_part(*args))
+        return part
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drive.Drives, "read_part", counted)
+        yield found
 
 
 class ShuffledThreads:

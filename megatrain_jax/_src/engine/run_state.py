@@ -6,7 +6,7 @@ Steps are cut and scheduled once per batch shape, then dispatched.
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, Never
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.activity import doing
+from megatrain_jax._src.common.computed_array import ComputedArray
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.object_paths import AnyPath
 from megatrain_jax._src.common.trees import path_name
@@ -191,6 +192,22 @@ class RunState:
             ]
             arrays = _parameters(self.spec, self._store(params))
             return self.spec.adapted.rebuild(arrays, variables)
+
+    def unread_model(self, params: WhichParams = "trained") -> Any:
+        """The user's kind of model; see `Trainer.unread_model`."""
+        if self.store.placement.processes.count > 1:  # which can only read together
+            return self.model(params)
+        self.flush()
+        spec, store = self.spec, self._store(params)
+        leaves = [
+            [store.leaf(Key(Kind.MASTERS, g), position) for position in range(len(rows))]
+            for g, rows in enumerate(spec.grouping.leaves)
+        ]
+        arrays = [
+            _unread(row, shape.shape)
+            for row, shape in zip(_by_parameter(spec, leaves), spec.adapted.shapes, strict=True)
+        ]
+        return spec.adapted.rebuild(arrays, store.on_host(store.variables))
 
     def compute_copy(self, params: WhichParams = "trained") -> ComputeCopy:
         """The parameters, to be read onto the devices; see `Trainer.compute_copy`."""
@@ -504,14 +521,25 @@ class RunState:
 
 def _parameters(spec: RunSpec, store: Store) -> list[np.ndarray]:
     """The parameters in the model's order; only parameters stacked over layers are copies."""
-    rows: list[list[tuple[Index, np.ndarray]]] = [[] for _ in spec.adapted.shapes]
-    views: dict[int, np.ndarray] = {}
-    for g, leaves in enumerate(spec.grouping.leaves):
-        views.update(zip(leaves, store.leaves(Key(Kind.MASTERS, g)), strict=True))
+    leaves = [store.leaves(Key(Kind.MASTERS, g)) for g in range(len(store.layouts))]
+    rows = zip(_by_parameter(spec, leaves), spec.adapted.shapes, strict=True)
+    return [joined(row, shape.shape) for row, shape in rows]
+
+
+def _by_parameter(spec: RunSpec, leaves: Sequence[Sequence[Any]]) -> list[list[tuple[Index, Any]]]:
+    """For each parameter its leaves, from the leaves of each group, with their indices in it."""
+    rows: list[list[tuple[Index, Any]]] = [[] for _ in spec.adapted.shapes]
+    numbers = itertools.chain(*spec.grouping.leaves)
+    found = dict(zip(numbers, itertools.chain(*leaves), strict=True))
     for i, leaf in enumerate(spec.leaves):
-        rows[leaf.parameter].append((leaf.index, views[i]))
-    shapes = (shape.shape for shape in spec.adapted.shapes)
-    return [joined(row, shape) for row, shape in zip(rows, shapes, strict=True)]
+        rows[leaf.parameter].append((leaf.index, found[i]))
+    return rows
+
+
+def _unread(row: Sequence[tuple[Index, Any]], shape: tuple[int, ...]) -> ComputedArray:
+    """A parameter that is read when it is needed, from its leaves."""
+    dtype = row[0][1].dtype
+    return ComputedArray("a parameter", shape, dtype, lambda _: joined(row, shape))
 
 
 def _check_joinable(first: Any, other: Any, number: int) -> None:

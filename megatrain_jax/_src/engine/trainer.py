@@ -430,7 +430,9 @@ class Trainer(ExplainedAttributes):
         """The parameters, as host arrays in the model's own structure.
 
         They share memory with the store and stay unchanged when training continues. Only a
-        parameter stacked over layers, which the store keeps layer by layer, is a copy.
+        parameter stacked over layers, which the store keeps layer by layer, is a copy, and so is
+        one that rests on a disk: all of these together have to fit in memory. `unread_model` and
+        `save` read part by part.
         """
         return self._state.params()
 
@@ -457,6 +459,19 @@ class Trainer(ExplainedAttributes):
     def ema_model(self) -> Any:
         """Like `model`, with `ema_params`."""
         return self._state.model("ema")
+
+    def unread_model(self, params: WhichParams = "trained") -> Any:
+        """The user's kind of model, whose parameters are read where and when they are needed.
+
+        Each has a shape and a dtype, and is read anew whenever `np.asarray` converts it to an
+        array. So an export that converts one after the other takes little memory, also if
+        parameters rest on disks (`disk_dir`). They are valid until the next training step. With
+        several processes, they are arrays as in `model`.
+
+        Args:
+            params: "ema" for averages; see `evaluate`.
+        """
+        return self._state.unread_model(params)
 
     @property
     def variables(self) -> dict[str, Any]:

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 import megatrain_jax as mt
-from disks import ALL, shuffled_disks, state_on_disk
+from disks import ALL, counted_reads, shuffled_disks, state_on_disk
 from inside import spec_of, store_of
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.remembering import gc_paused
+from megatrain_jax._src.engine.checkpoint import save
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.workload import SLOTS
@@ -67,6 +68,13 @@ def check_alike(memory: mt.Trainer, disk: mt.Trainer, steps: int = 3) -> None:
         check_same_bits((ours.params, ours.opt_state), (theirs.params, theirs.opt_state))
         batch = CASE.batch(99)
         assert disk.evaluate([batch]) == memory.evaluate([batch])
+
+
+def check_slots_come_back(trainer: mt.Trainer) -> None:
+    """Checks that all slots become free."""
+    disk: Any = store_of(trainer).disk
+    with disk._changed:
+        assert disk._changed.wait_for(lambda: {*map(len, disk._free.values())} == {SLOTS}, 5)
 
 
 @pytest.mark.parametrize("kind", [Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.MASTERS, None])
@@ -121,6 +129,46 @@ def test_a_checkpoint_has_the_state_of_its_step_while_training_goes_on(tmp_path:
         check_same_bits((disk.params, disk.opt_state), (memory.params, memory.opt_state))
 
 
+def test_state_on_a_disk_is_saved_and_read_part_by_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    memory, disk = pair(tmp_path / "disk", ema_decay=0.9)
+    for trainer in (memory, disk):
+        train(trainer, [CASE.batch(0)], gradients=False)
+    arrays = [*jax.tree.leaves(memory.params), *jax.tree.leaves(memory.opt_state)]
+    largest, num_bytes = max(x.nbytes for x in arrays), sum(x.nbytes for x in arrays)
+    monkeypatch.setattr(save, "READ_BYTES", 2 * largest)
+    with counted_reads() as reads:
+        disk.save(tmp_path / "saved")
+    assert reads.total > num_bytes and reads.most <= 2 * largest
+    memory.restore(tmp_path / "saved")
+    check_same_bits((disk.params, disk.opt_state), (memory.params, memory.opt_state))
+    both: Any = {"trained": memory.params, "ema": memory.ema_params}
+    for which, expected in both.items():
+        with counted_reads() as reads:
+            unread = jax.tree.leaves(disk.unread_model(which))
+            assert not reads.total
+            for own, array in zip(unread, jax.tree.leaves(expected), strict=True):
+                assert (own.shape, own.dtype) == (array.shape, array.dtype)
+                check_same_bits(np.asarray(own), array)
+        assert reads.total and reads.most <= largest
+
+
+def test_parameters_are_copied_to_the_device_from_a_disk(tmp_path: Path):
+    found = []
+    memory, disk = pair(tmp_path)
+    for trainer in (memory, disk):
+        train(trainer, [CASE.batch(0)], gradients=False)
+        copy = trainer.compute_copy()
+        first, *others = [x for x in jax.tree.leaves(copy.model) if hasattr(x, "number")]
+        found.append([copy.read([first])])
+        if trainer is disk:
+            check_slots_come_back(disk)
+        found[-1] += [copy.read([parameter]) for parameter in others]
+    check_same_bits(*found)
+    check_alike(memory, disk, 1)
+
+
 def test_averages_of_parameters_are_read_from_a_disk(tmp_path: Path):
     memory, disk = pair(tmp_path, ema_decay=0.9)
     check_alike(memory, disk)
@@ -146,7 +194,7 @@ def test_what_was_fetched_before_comes_before_what_is_fetched_next(tmp_path: Pat
     disk.follow((), [Instruction(op=Op.FETCH, key=first)])
     disk.follow([first], fetches)
     for key in (first, *others):
-        expected = [np.asarray(x) for x in disk.at_rest(key)]
+        expected = [np.asarray(row[0]) for row in disk.shards(key)]
         slot = disk.take(key)
         check_same_bits([np.array(x) for x in slot], expected)
         disk.copied(key, slot)
@@ -265,8 +313,7 @@ def test_a_step_that_is_cut_off_gives_its_slots_back(
         disk.follow((), [Instruction(op=Op.FETCH, key=key)])
         disk.take(key)
     disk.abandon()  # before the copy to the device
-    with disk._changed:  # reads that are of no use end by themselves
-        assert disk._changed.wait_for(lambda: {*map(len, disk._free.values())} == {SLOTS}, 5)
+    check_slots_come_back(trainer)  # reads that are of no use end by themselves
 
 
 def test_a_full_disk_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

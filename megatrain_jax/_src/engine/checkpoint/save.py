@@ -48,7 +48,7 @@ from megatrain_jax._src.common.keys import LASTING
 from megatrain_jax._src.common.object_paths import AnyPath, workspace_of
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.checkpoint import manifest, orbax, places
-from megatrain_jax._src.engine.checkpoint.chunks import Cell, Grid
+from megatrain_jax._src.engine.checkpoint.chunks import MOST_BYTES, Cell, Grid
 from megatrain_jax._src.engine.checkpoint.claim import (
     UnownedWorkspace,
     claim_workspace,
@@ -114,13 +114,19 @@ class Writer:
 
     def write(self, rows: Sequence[SliceReader]) -> None:
         """Writes this process's part of some slices, and waits until it is in files."""
-        chunks = []
+        chunks, num_bytes = [], 0
         for entry, index, read in rows:
             # Views of the store's arrays; steps replace these and never modify them.
             runs = read()
+            rests_on_drive = any(not isinstance(run, np.ndarray) for _, run in runs)
             for cell in self._grids[entry.path].cells(index):
+                own = (cell.stop - cell.start) * jnp.dtype(entry.dtype).itemsize
+                if rests_on_drive and num_bytes + own > READ_BYTES:
+                    self._write(chunks)
+                    chunks, num_bytes = [], 0
                 if (chunk := joined_run(runs, cell.start, cell.stop)) is not None:
-                    chunks.append((entry, cell, chunk))
+                    chunks.append((entry, cell, np.asarray(chunk)))
+                    num_bytes += own
                 else:
                     self._keep(entry, cell, cut(runs, cell.start, cell.stop))
         self._write(chunks)
@@ -245,6 +251,9 @@ PART_BYTES = 8 << 30
 
 # Parts of error messages about a full disk, from the system and TensorStore.
 _FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
+
+# Maximum bytes that are read from drives before they are written, unless one chunk has more.
+READ_BYTES = MOST_BYTES
 
 _Part = tuple[tuple[int, ...], list[SliceReader]]
 

@@ -98,8 +98,7 @@ class ComputeCopy:
 
     def _group(self, group: int, places: tuple[int, ...]) -> list[jax.Array]:
         placement, layout = self._store.placement, self._store.layouts[group].master
-        at_rest = self._store.at_rest(Key(Kind.MASTERS, group))
-        arrays = placement.move(at_rest, placement.slabs_on_device)
+        arrays = self._store.on_devices(Key(Kind.MASTERS, group))
         found = _unpacking(layout, places, str(self.dtype), placement)(arrays)
         # With other processes' devices, an array could only be used by all processes together.
         alone = placement.processes.count == 1

@@ -32,6 +32,7 @@ from megatrain_jax._src.common.keys import Key
 from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.workload import SLOTS
 from megatrain_jax._src.engine.state.drive import Drives, Range
+from megatrain_jax._src.engine.state.host_leaves import Resting, shards_here
 from megatrain_jax._src.engine.state.layout import GroupLayout
 from megatrain_jax._src.engine.state.placement import Placement
 from megatrain_jax._src.engine.state.pool import unfilled
@@ -80,20 +81,28 @@ class _Read:
 
 
 class _Shard:
-    """A shard on a drive; slicing it reads as much as needed."""
+    """Some elements of a shard on a drive: read when it is converted to a NumPy array."""
 
-    def __init__(self, drives: Drives, place: _Place, where: Range, dtype: Any):
+    def __init__(self, drives: Drives, place: _Place, where: Range, dtype: Any, among: range):
         self._drives, self._place, self._where = drives, place, where
-        self._dtype = np.dtype(dtype)
+        self.dtype, self._among = np.dtype(dtype), among
 
-    def __getitem__(self, part: slice) -> np.ndarray:
-        """Reads a part of the shard."""
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return len(self._among)
+
+    def __getitem__(self, part: slice) -> "_Shard":
+        """Some of them, which are not read."""
+        return _Shard(self._drives, self._place, self._where, self.dtype, self._among[part])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Reads them."""
         self._place.wait()
-        size = self._dtype.itemsize
-        start, stop, _ = part.indices(self._where.num_bytes // size)
-        found = self._drives.read_part(self._where, start * size, max(start, stop) * size)
+        size, start = self.dtype.itemsize, self._among.start
+        found = self._drives.read_part(self._where, start * size, (start + self.size) * size)
         progressed()
-        return found.view(self._dtype)
+        return found.view(self.dtype).astype(dtype or self.dtype, copy=False)
 
 
 class Disk:
@@ -159,21 +168,16 @@ class Disk:
         place.filled, place.version = first + len(arrays), 1
         self._write(place.ranges[first : place.filled], arrays).result()
 
-    def at_rest(self, key: Key) -> Slabs:
-        """A part in new arrays in pinned memory."""
-        read = [{n: shard[:] for n, shard in row.items()} for row in self.shards(key)]
-        return tuple(self._placement.put_shards(read, self._placement.slabs_at_rest))
-
-    def shards(self, key: Key) -> list[Mapping[int, Any]]:
-        """For each array of a part, this process's shards by number; slicing one reads it.
+    def shards(self, key: Key) -> Sequence[Mapping[int, Resting]]:
+        """For each array of a part, this process's shards by number.
 
         They are valid until the part is written again.
         """
         place = self._places[key]
         rows = zip(place.ranges[: place.filled], place.avals, strict=False)
         return [
-            {n: _Shard(self._drives, place, where, aval.dtype) for n, where in row.items()}
-            for row, aval in rows
+            {n: _Shard(self._drives, place, x, a.dtype, _elements(x, a)) for n, x in row.items()}
+            for row, a in rows
         ]
 
     def drop(self) -> None:
@@ -254,6 +258,11 @@ class Disk:
         if key in self._copying:
             self._copying.pop(key).exception()  # waits; the device's arrays have its error
 
+    def take_now(self, key: Key) -> Slabs:
+        """The pinned arrays of a part that is read between steps; `copied` frees them."""
+        self.follow([key], ())
+        return self.take(key)
+
     def give_up(self, key: Key) -> None:
         """Gives up the next part of its class instead of taking it."""
         self.take(key)
@@ -312,7 +321,7 @@ class Disk:
                 jobs = [
                     job
                     for row, array in zip(place.ranges, arrays, strict=True)
-                    for n, shard in self._here(array).items()
+                    for n, shard in shards_here(array, self._num_shards).items()
                     for job in self._drives.read(row[n], _memory(shard))
                 ]
                 read = _Read(key=key, version=version, arrays=arrays, end=_joined(jobs))
@@ -332,16 +341,14 @@ class Disk:
             [
                 job
                 for row, array in zip(ranges, arrays, strict=True)
-                for n, shard in self._here(array).items()
+                for n, shard in shards_here(array, self._num_shards).items()
                 for job in self._drives.write(row[n], functools.partial(_memory, shard))
             ]
         )
 
-    def _here(self, array: jax.Array) -> dict[int, jax.Array]:
-        """This process's shards of an array, by number."""
-        size = array.size // self._num_shards
-        shards = {(s.index[0].start or 0) // max(1, size): s for s in array.addressable_shards}
-        return {n: shard.data for n, shard in shards.items()}
+
+def _elements(where: Range, aval: jax.ShapeDtypeStruct) -> range:
+    return range(where.num_bytes // aval.dtype.itemsize)
 
 
 def _all_but_next(ahead: deque[_Read], order: deque[tuple[Key, int]]) -> list[_Read]:

@@ -23,11 +23,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megatrain_jax._src.common.computed_array import ComputedArray
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.engine.kernels.steps import Scaling
 from megatrain_jax._src.engine.runtime.disk import Disk, Slabs
-from megatrain_jax._src.engine.state.host_leaves import Run, read_leaves, runs_of
-from megatrain_jax._src.engine.state.layout import GroupLayout
+from megatrain_jax._src.engine.state.host_leaves import (
+    Held,
+    Run,
+    leaf_dtype,
+    read_leaf,
+    read_leaves,
+    runs_of,
+)
+from megatrain_jax._src.engine.state.layout import GroupLayout, Layout
 from megatrain_jax._src.engine.state.placement import Placement
 
 Reader = Callable[[], list[Run]]
@@ -97,6 +105,7 @@ class Store:
         # With several processes: the slabs that were gathered last, and the gathered copies. A
         # slab's leaves are read one by one; without this cache, each read would gather the slab.
         self._copied: tuple[Slabs, tuple[Any, ...]] | None = None
+        self._find: Callable[[Key], Sequence[Held]] | None = None  # see `of_averages`
 
     # ---- filling, at rest
 
@@ -135,36 +144,65 @@ class Store:
 
     # ---- reading, at rest
 
-    def at_rest(self, key: Key) -> Slabs:
-        """The arrays of a part in pinned memory; new ones of a part on disks; none of no part."""
+    def held(self, key: Key) -> Sequence[Held]:
+        """The arrays of a part; those on disks as shards that are read later; none of no part."""
+        if self._find is not None:
+            return self._find(key)
         if self.disk is not None and key in self.disk:
-            return self.disk.at_rest(key)
-        may_be_found = key in self.host or isinstance(self.host, _FoundWhenRead)
-        return self.host[key] if may_be_found else ()
+            return self.disk.shards(key)
+        return self.host.get(key, ())
+
+    def at_rest(self, key: Key) -> Slabs:
+        """The arrays of a part in pinned memory; new ones of a part on disks."""
+        return self._in_memory(self.held(key))
+
+    def _in_memory(self, arrays: Sequence[Held]) -> Slabs:
+        to = self.placement.slabs_at_rest
+        return tuple(
+            x if isinstance(x, jax.Array) else next(iter(self.placement.put_shards([_read(x)], to)))
+            for x in arrays
+        )
+
+    def on_devices(self, key: Key) -> Slabs:
+        """Copies of a part on the devices, which may be in flight; the store doesn't keep them."""
+        to = self.placement.slabs_on_device
+        if self.disk is None or key not in self.disk:
+            return tuple(self.placement.move(self.at_rest(key), to))
+        copies = tuple(self.placement.move(self.disk.take_now(key), to))
+        self.disk.copied(key, copies)
+        return copies
 
     def leaves(self, key: Key) -> list[np.ndarray]:
         """The leaves of a part as host arrays, which share its memory if possible."""
-        layout, arrays = self.layouts[key.owner], self._readable(self.at_rest(key))
+        layout = self.layouts[key.owner]
         own = layout.master if key.kind is Kind.MASTERS else layout.state
-        return read_leaves(own, arrays)
+        alone = self.placement.processes.count == 1
+        return read_leaves(own, self.held(key) if alone else self._readable(self.at_rest(key)))
+
+    def leaf(self, key: Key, position: int) -> ComputedArray:
+        """A leaf of a part, which is read when it is needed; of one process alone."""
+        own, arrays, i = self._leaf(key, position)
+        what, read = f"leaf {position} of {key}", lambda _: read_leaf(own, arrays, i)
+        return ComputedArray(what, own.shapes[i], leaf_dtype(own, i), read)
 
     def reader(self, key: Key, position: int, part: int) -> Reader:
         """A function that reads this process's runs of one part of a leaf; it keeps the slab.
 
         A part on disks is read when the function is called; see `before_replacing`.
         """
-        layout = self.layouts[key.owner]
-        on_disk = self.disk is not None and key in self.disk
-        arrays = self.disk.shards(key) if self.disk is not None and on_disk else self.host[key]
+        own, arrays, i = self._leaf(key, position)
+        return lambda: runs_of(own, arrays, i, part)
+
+    def _leaf(self, key: Key, position: int) -> tuple[Layout, Sequence[Held], int]:
+        """The layout of a leaf's slab, the slab's arrays, and the leaf's number in it."""
+        layout, arrays = self.layouts[key.owner], self.held(key)
         own, i = layout.leaf(key.kind, position)
         if key.kind is Kind.OPTIMIZER_STATE:
             arrays = layout.state.by_slab(arrays)[layout.state.places[position][0]]
-        return lambda: runs_of(own, arrays, i, part)
+        return own, arrays, i
 
     def _readable(self, arrays: Slabs) -> tuple[Any, ...]:
-        """Arrays at rest that this process can read completely; the last copies are cached."""
-        if self.placement.processes.count == 1:
-            return arrays
+        """Arrays at rest as this process can read them completely; the last copies are cached."""
         # Arrays at rest are never modified, so the same objects have the same copies.
         if self._copied is None or list(map(id, arrays)) != list(map(id, self._copied[0])):
             self._copied = arrays, tuple(map(self.placement.readable, arrays))
@@ -186,16 +224,17 @@ class Store:
             layouts: Layout of each group with its averages as masters.
         """
 
-        def averages(key: Key) -> Slabs:
+        def averages(key: Key) -> Sequence[Held]:
             own = self.layouts[key.owner]
             if key.kind is not Kind.MASTERS or layouts[key.owner] is own:
-                return self.at_rest(key)
-            first, *_ = own.state.by_slab(self.at_rest(Key(Kind.OPTIMIZER_STATE, key.owner)))
+                return self.held(key)
+            first, *_ = own.state.by_slab(self.held(Key(Kind.OPTIMIZER_STATE, key.owner)))
             return first
 
         found = copy.copy(self)
         found.layouts, found._copied, found.disk = tuple(layouts), None, None
-        found.host = _FoundWhenRead(averages)
+        found._find = averages
+        found.host = _FoundWhenRead(lambda key: self._in_memory(averages(key)))
         return found
 
     # ---- between rest and steps
@@ -225,3 +264,7 @@ class Store:
         small = (self.variables, self.globals, self.ok, self.step, self.key, self.scaling)
         moved = self.placement.put(small, sharding)
         self.variables, self.globals, self.ok, self.step, self.key, self.scaling = moved
+
+
+def _read(shards: Any) -> dict[int, np.ndarray]:
+    return {n: np.asarray(shard) for n, shard in shards.items()}

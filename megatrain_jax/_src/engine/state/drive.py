@@ -133,13 +133,11 @@ class Drives:
         return [self._readers.submit(self._read, where, number, out) for number in numbers]
 
     def read_part(self, where: Range, start: int, stop: int) -> np.ndarray:
-        """Reads some bytes of a range now; whole pieces, because of their checksums."""
-        first, last = start // _PIECE_BYTES, max(start, stop - 1) // _PIECE_BYTES
-        begin = first * _PIECE_BYTES
-        found = np.empty(sum(p.num_bytes for p in where.pieces[first : last + 1]), np.uint8)
-        for number in range(first, min(last + 1, len(where.pieces))):
-            self._read(where, number, found, begin)
-        return found[start - begin : stop - begin]
+        """Reads some bytes of a range now, by whole pieces, because of their checksums."""
+        found = np.empty(stop - start, np.uint8)
+        for number in range(start // _PIECE_BYTES, -(-stop // _PIECE_BYTES)):
+            self._read(where, number, found, start)
+        return found
 
     def close(self) -> None:
         """Ends the threads, and gives the space back."""
@@ -182,8 +180,9 @@ class Drives:
                 f"`disk_dir`={str(folder)!r}: the drive has returned other bytes than were written "
                 "there. Continue from the last checkpoint, and check the drive",
             )
-        at = piece.start - begin
-        out[at : at + piece.num_bytes] = np.frombuffer(found, np.uint8)
+        first, last = max(begin, piece.start), min(begin + out.size, piece.start + piece.num_bytes)
+        own = slice(first - piece.start, last - piece.start)
+        out[first - begin : last - begin] = np.frombuffer(found, np.uint8)[own]
 
 
 class _told:

@@ -14,7 +14,9 @@ own devices' shares, as runs of the flat part: with two processes, the second pr
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,11 +25,28 @@ from megatrain_jax._src.engine.state.layout import Layout, MixedLayout
 
 Run = tuple[int, np.ndarray]
 """Consecutive elements of a flat array: the number of the first element, and the elements."""
-Held = Array | Mapping[int, np.ndarray]
-"""An array at rest: whole, or as a process's shards by number."""
+Held = Array | Mapping[int, Any]
+"""An array at rest: whole, or as a process's shards by number, each an array or a `Resting`."""
 
 
-def read_leaves(layout: Layout | MixedLayout, arrays: Sequence[Array]) -> list[np.ndarray]:
+class Resting(Protocol):
+    """A flat array that is read whenever it is converted to a NumPy array; a slice is another."""
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        ...
+
+    def __getitem__(self, part: slice) -> "Resting":
+        """A part, which is not read yet."""
+        ...
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Reads it."""
+        ...
+
+
+def read_leaves(layout: Layout | MixedLayout, arrays: Sequence[Held]) -> list[np.ndarray]:
     """All leaves of arrays at rest; read-only, and views where they can be."""
     if isinstance(layout, MixedLayout):
         pairs = zip(layout.layouts, layout.by_slab(arrays), strict=True)
@@ -36,14 +55,18 @@ def read_leaves(layout: Layout | MixedLayout, arrays: Sequence[Array]) -> list[n
     return [read_leaf(layout, arrays, i) for i in range(len(layout.shapes))]
 
 
-def read_leaf(layout: Layout, arrays: Sequence[Array], i: int) -> np.ndarray:
+def read_leaf(layout: Layout, arrays: Sequence[Held], i: int) -> np.ndarray:
     """Leaf `i` of arrays at rest; see `read_leaves`."""
     # No block of codes reaches from one shard into the next, so each share is decoded by itself.
-    codec = layout.segment_of(i)[0].codec
-    dtype = jnp.dtype(codec.read_dtype(layout.dtype))
+    codec, dtype = layout.segment_of(i)[0].codec, leaf_dtype(layout, i)
     pieces = [_pieces(layout, arrays, i, p).values() for p in range(len(layout.parts(i)))]
-    shares = [codec.decode(share, dtype) for share in zip(*pieces, strict=True)]
-    return _joined(shares, layout.shapes[i])
+    rows = (tuple(map(np.asarray, share)) for share in zip(*pieces, strict=True))
+    return _joined([codec.decode(share, dtype) for share in rows], layout.shapes[i])
+
+
+def leaf_dtype(layout: Layout, i: int) -> np.dtype:
+    """The dtype in which leaf `i` is read."""
+    return jnp.dtype(layout.segment_of(i)[0].codec.read_dtype(layout.dtype))
 
 
 def part_shape(layout: Layout, i: int, p: int) -> tuple[int, ...]:
@@ -58,7 +81,7 @@ def read_part(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> np.ndar
 
 
 def runs_of(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> list[Run]:
-    """This process's runs of part `p` of leaf `i`, one per shard, as views."""
+    """This process's runs of part `p` of leaf `i`, one per shard, as views or not read yet."""
     size = math.prod(part_shape(layout, i, p))
     share = -(-layout.shares[i] // layout.parts(i)[p].per)
     pieces = _pieces(layout, arrays, i, p).items()
@@ -73,7 +96,9 @@ def cut(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
 
 
 def joined_run(runs: Sequence[Run], start: int, stop: int) -> np.ndarray | None:
-    """The elements from `start` to `stop`, as a view if one run has all; None if some are missing.
+    """The elements from `start` to `stop`; None if some are missing.
+
+    They are a part of a run if one run has all, and are not read yet if that isn't.
 
     Args:
         runs: Runs in ascending order.
@@ -115,7 +140,7 @@ def _pieces(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> dict[int,
 
 def _joined(pieces: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     """An array joined from its shares, in the order of shards, without padding."""
-    flat = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    flat = np.asarray(pieces[0]) if len(pieces) == 1 else np.concatenate(pieces)
     return flat[: math.prod(shape)].reshape(shape)
 
 
@@ -125,6 +150,11 @@ def _shards_of(array: Held, num_shards: int) -> dict[int, np.ndarray]:
         return dict(sorted(array.items()))
     if isinstance(array, np.ndarray) or num_shards == 1:
         return dict(enumerate(np.asarray(array).reshape(num_shards, -1)))
-    size = array.size // num_shards
+    return {n: np.asarray(shard) for n, shard in shards_here(array, num_shards).items()}
+
+
+def shards_here(array: jax.Array, num_shards: int) -> dict[int, jax.Array]:
+    """This process's shards of a flat array, by number, in order."""
+    size = max(1, array.size // num_shards)
     shards = {(s.index[0].start or 0) // size: s.data for s in array.addressable_shards}
-    return {n: np.asarray(shards[n]) for n in sorted(shards)}
+    return {n: shards[n] for n in sorted(shards)}

@@ -14,6 +14,7 @@ replaced if it contains exactly these files, unchanged.
 
 import ctypes
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -32,6 +33,7 @@ import xxhash
 from megatrain_jax import Trainer, distributed
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.activity import getting_on
+from megatrain_jax._src.common.computed_array import ComputedArray
 from megatrain_jax._src.common.unfinished import UnfinishedFolder, naming_file, sync_tree
 from megatrain_jax._src.lm.common.hf_folder import (
     CHAT_TEMPLATE,
@@ -58,7 +60,6 @@ from megatrain_jax._src.lm.models.quantised import check_decoded, open_weights
 from megatrain_jax._src.lm.models.tensors import (
     CODES,
     ITEM_BYTES,
-    ComputedArray,
     NamedTensor,
     listed,
     some,
@@ -330,6 +331,8 @@ def decoder_of(
 ) -> Decoder:
     """Returns a trainer's decoder, with its parameters or their averages, or the given decoder.
 
+    A trainer's parameters are read when they are converted to NumPy arrays.
+
     Raises:
         TypeError: If it is neither, or the trainer trains a different model.
     """
@@ -342,14 +345,14 @@ def decoder_of(
         raise TypeError(checks.refused("trainer", "a Trainer or a models.Decoder", trainer, hint))
     if params not in ("trained", "ema"):
         raise ValueError(checks.refused("params", '"trained" or "ema"', params))
-    model = policy_of(trainer.ema_model if params == "ema" else trainer.model)
+    model = policy_of(trainer.unread_model(params))
     if not isinstance(model, Decoder):
         raise TypeError(f"`trainer` trains a {type(model).__qualname__}, not a models.Decoder")
     return model
 
 
 def _arrays(model: Decoder) -> dict[str, np.ndarray | ComputedArray]:
-    """Returns the tensors of the decoder by name, as views of the parameters.
+    """Returns the tensors of the decoder by name, which are views of the parameters or not read.
 
     Raises:
         ValueError: If the model's parameters aren't those of its family.
@@ -359,19 +362,40 @@ def _arrays(model: Decoder) -> dict[str, np.ndarray | ComputedArray]:
     }
     names = ("lora_A", "lora_B", "lora_magnitude")
     added = {(*path[:-1], name) for path in adapted for name in names}
-    arrays = {path: np.asarray(value) for path, value in leaves(model) if path not in added}
+    arrays: dict[ParameterPath, Any] = {
+        path: value for path, value in leaves(model) if path not in added
+    }
     wanted = parameter_tensors(model.config)
     _check_family(model, arrays, wanted)
     tensors = {}
+
+    # Their tensors are written one after the other, or a gate's and its product's in turn.
+    @functools.lru_cache(maxsize=2)
+    def read(path: ParameterPath) -> np.ndarray:
+        return np.asarray(arrays[path])
+
     for parameter in wanted:
         if (module := adapted.get(parameter.path)) is None:
-            array = arrays[parameter.path]
-            parts = list(array) if parameter.stacked else [array]
+            own = arrays[parameter.path]
+            parts = _in_parts(parameter, own, read) if parameter.stacked else [own]
         else:
             each = range(parameter.shape[0]) if parameter.stacked else [None]
             parts = [merged_matrix(module, i) for i in each]
         tensors |= dict(zip(parameter.names, parts, strict=True))
     return tensors
+
+
+def _in_parts(
+    parameter: ParameterTensors, stack: Any, read: Callable[[ParameterPath], np.ndarray]
+) -> list[ComputedArray]:
+    """The tensors of a stacked parameter."""
+
+    def part(i: int) -> ComputedArray:
+        return ComputedArray(
+            f"part {i} of a stack", stack.shape[1:], stack.dtype, lambda _: read(parameter.path)[i]
+        )
+
+    return [part(i) for i in range(stack.shape[0])]
 
 
 def _kept(config: DecoderConfig, source: Path | None) -> list[NamedTensor]:
@@ -416,7 +440,7 @@ def _kept(config: DecoderConfig, source: Path | None) -> list[NamedTensor]:
 
 
 def _check_family(
-    model: Decoder, arrays: Mapping[ParameterPath, np.ndarray], wanted: Sequence[ParameterTensors]
+    model: Decoder, arrays: Mapping[ParameterPath, Any], wanted: Sequence[ParameterTensors]
 ) -> None:
     """Checks that a model has exactly its family's parameters: files have no place for more."""
     shapes = {parameter.path: parameter.shape for parameter in wanted}

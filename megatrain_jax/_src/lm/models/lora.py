@@ -31,11 +31,12 @@ from jaxtyping import Array, Float
 
 import megatrain_jax as mt
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.computed_array import ComputedArray
 from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.lm.models.decoder import Decoder
 from megatrain_jax._src.lm.models.layers import ExpertMatrix, Linear
 from megatrain_jax._src.lm.models.moe import LowRank
-from megatrain_jax._src.lm.models.tensors import ComputedArray, some
+from megatrain_jax._src.lm.models.tensors import some
 
 ModulePath = tuple[str | int, ...]
 _PLAIN = "plain_class"  # attribute of an adapted class that holds the original class
@@ -247,7 +248,7 @@ def merged_matrix(module: Any, index: int | None = None) -> ComputedArray:
 
     def numbers(dtype: Any) -> np.ndarray:
         names = (matrix.name, "lora_A", "lora_B")
-        weight, a, b = (np.asarray(getattr(module, name)[...])[at] for name in names)
+        weight, a, b = (np.asarray(getattr(module, name).get_value())[at] for name in names)
         wide = np.promote_types(a.dtype, np.float32)
         added = settings.scale * (b.astype(wide) @ a.astype(wide))
         added = added if matrix.out_first else added.swapaxes(-1, -2)
@@ -256,7 +257,7 @@ def merged_matrix(module: Any, index: int | None = None) -> ComputedArray:
         total = weight + added.reshape(weight.shape).astype(wide)
         if settings.dora:
             norms = np.linalg.norm(matrix.rows(total), axis=1)
-            factor = np.asarray(module.lora_magnitude[...]).astype(wide)
+            factor = np.asarray(module.lora_magnitude.get_value()).astype(wide)
             factor = factor / (norms + (norms == 0))
             # One row of the merged matrix for each output, wherever its axes are.
             last = total.shape[total.ndim - matrix.num_out :]

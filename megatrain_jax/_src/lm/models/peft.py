@@ -22,6 +22,7 @@ import numpy as np
 
 from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.computed_array import ComputedArray
 from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.lm.common.adapter_layers import EMBEDDINGS, HEADS, different_layers
 from megatrain_jax._src.lm.common.hf_folder import (
@@ -63,7 +64,6 @@ from megatrain_jax._src.lm.models.tensors import (
     CODES,
     DTYPES,
     ITEM_BYTES,
-    ComputedArray,
     NamedTensor,
     Tensor,
     finite_numbers,
@@ -487,7 +487,7 @@ def save_lora(
         f"{PREFIX}{name}.{end}": array
         for path, module in modules.items()
         for factor, end in ends.items()
-        for name, array in _arrays(named[path], getattr(module, factor)[...], numbers)
+        for name, array in _arrays(named[path], getattr(module, factor).get_value(), numbers)
     }
     whole = [p for p in parameters if p.trained and name_of(p.path[:-1]) in saved]
     values = dict(leaves(model))

@@ -24,6 +24,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.computed_array import ComputedArray
 from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.lm.common.hf_folder import (
@@ -43,7 +44,6 @@ from megatrain_jax._src.lm.models.layers import Buffer
 from megatrain_jax._src.lm.models.quantised import open_weights, scales_of
 from megatrain_jax._src.lm.models.tensors import (
     DTYPES,
-    ComputedArray,
     Tensor,
     lazy_array,
     listed,

@@ -1,0 +1,120 @@
+"""Decoders whose state rests on a disk: trained, resumed, exported and generated with."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import megatrain_jax as mt
+from disks import counted_reads, state_on_disk
+from filled_models import tensors_of
+from inside import spec_of
+from megatrain_jax import models
+from runs import check_each_continues_the_other, check_same_bits, train
+from tiny_sizes import TINY
+
+SGD = optax.sgd(0.1)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2}
+EXPERTS |= {"moe_intermediate_size": 32, "norm_topk_prob": True}
+DENSE_CASE = pytest.param({}, id="dense", marks=pytest.mark.exhaustive)
+PRECISIONS = {
+    "exact": mt.Precision(compute="float32"),
+    "nf4": mt.Precision(compute="float32", frozen="nf4"),
+    "float8": mt.Precision(compute="float32", products={"*": "float8"}),
+    "compact": mt.Precision.compact(compute="float32"),
+}
+
+
+def batch(seed: int) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(seed).integers(0, 40, (2, 9)).astype(np.int32)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def make(folder: Path, optimizer: Any, precision: str, adapters: bool, **sizes: Any) -> mt.Trainer:
+    config = models.DecoderConfig.from_hf(TINY | {"vocab_size": 40, "hidden_size": 32} | sizes)
+
+    def build() -> models.Decoder:
+        model = models.Decoder(config, rngs=nnx.Rngs(0))
+        if not adapters:
+            return model
+        found: Any = models.lora(model, targets=r"layers/\d+/self_attn", rank=2).model
+        return found
+
+    return mt.Trainer(
+        build,
+        models.next_token_loss,
+        optimizer,
+        batch(0),
+        precision=PRECISIONS[precision],
+        trainable="lora_" if adapters else None,
+        device_budget="minimum",
+        disk_dir=folder,
+        progress=False,
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("started_once_in_test")
+@pytest.mark.parametrize(
+    ("precision", "adapters"),
+    [("exact", True), ("nf4", True), ("float8", True), ("float8", False), ("compact", False)],
+)
+def test_each_form_of_state_trains_and_resumes_from_a_disk(
+    precision: str, adapters: bool, tmp_path: Path
+):
+    given = tmp_path / "disk", CLIPPED, precision, adapters
+    memory = make(*given)
+    with state_on_disk():
+        disk = make(*given)
+    on_disk = spec_of(disk).on_disk
+    assert on_disk and not spec_of(memory).on_disk
+    frozen = {key for key in on_disk if key.owner in spec_of(disk).grouping.frozen}
+    assert bool(frozen) == adapters
+    runs = [train(run, [batch(0), batch(1)], gradients=False) for run in (memory, disk)]
+    assert runs[0].losses == runs[1].losses and runs[0].losses[0] != runs[0].losses[1]
+    check_same_bits((disk.params, disk.opt_state), (memory.params, memory.opt_state))
+    check_each_continues_the_other(memory, disk, batch(2), tmp_path)
+    assert disk.evaluate([batch(3)]) == memory.evaluate([batch(3)])
+
+
+@pytest.fixture(scope="module", params=[DENSE_CASE, pytest.param(EXPERTS, id="experts")])
+def disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> mt.Trainer:
+    """A trainer of adapters; all of its state is on a disk."""
+    with state_on_disk():
+        return make(tmp_path_factory.mktemp("disk"), SGD, "exact", True, **request.param)
+
+
+@pytest.mark.parametrize("save", [models.save_pretrained, models.save_lora])
+def test_a_decoder_on_a_disk_is_exported_tensor_by_tensor(
+    disk: mt.Trainer, save: Any, tmp_path: Path
+):
+    arrays = jax.tree.leaves(disk.params)
+    largest, num_bytes = max(x.nbytes for x in arrays), sum(x.nbytes for x in arrays)
+    with counted_reads() as reads:
+        found = tensors_of(save(disk, tmp_path / "of disk"))
+    expected = tensors_of(save(disk.model, tmp_path / "of memory"))
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+    if save is models.save_pretrained:
+        # Two stacks of experts, which alternate in a file, or a matrix with its two adapters.
+        assert num_bytes <= reads.total < 2 * num_bytes
+        assert reads.most < 4 * largest < num_bytes
+    else:
+        assert 0 < reads.total < num_bytes / 4, "the base is not read"
+
+
+@pytest.mark.exhaustive
+def test_texts_are_generated_from_a_disk(disk: mt.Trainer):
+    disk.read(disk.step(batch(0)))
+    found, expected = (
+        models.generate(source, [[1, 2, 3]], max_tokens=4)[0] for source in (disk, disk.model)
+    )
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_allclose(found.log_probs, expected.log_probs, rtol=1e-5)
+    disk.read(disk.step(batch(1)))  # whose reads ahead begin anew
