@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import transformers
 from flax import nnx
 
+from disks import state_on_disk
 from megatrain_jax import callbacks, models
 from megatrain_jax._src.lm.cli import finetune
 from megatrain_jax._src.lm.cli import training_recipe as training
@@ -37,6 +39,19 @@ def given(tmp_path_factory):
     return make_given(tmp_path_factory.mktemp("given"))
 
 
+def interrupt_at(step, monkeypatch):
+    """Has runs be interrupted after a step, as by Ctrl+C; None for never."""
+
+    def interrupts(trainer, record):
+        if record["step"] == step:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "_callbacks", lambda *given: [*CALLBACKS(*given), interrupts])
+
+
+CALLBACKS = training._callbacks
+
+
 def report_of(out):
     return json.loads((out / "report.json").read_text())
 
@@ -44,6 +59,27 @@ def report_of(out):
 def loss_of(model, tokens):
     with torch.no_grad():
         return model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss.item()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("adapters", [{}, {"lora_rank": 2}], ids=["all", "adapters"])
+def test_a_run_is_gone_on_with_on_a_disk_in_memory_and_on_a_disk(
+    adapters, given, tmp_path, monkeypatch
+):
+    settings = {"model": str(given / "tiny"), "data": str(given / "chats.jsonl"), "steps": 6}
+    settings |= {"learning_rate": 5e-2, "held_out": 0.2, **adapters}
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert trained("finetune", given, whole, **settings) == 0
+    on_disk = settings | {"disk_dir": str(tmp_path / "disk")}
+    for number, (step, status) in enumerate([(1, 130), (3, 130), (None, 0)]):
+        interrupt_at(step, monkeypatch)
+        with nullcontext() if number == 1 else state_on_disk():
+            own = settings if number == 1 else on_disk
+            assert trained("finetune", given, parted, **own) == status
+    one, other = (report_of(out)["history"] for out in (whole, parted))
+    assert [record["loss"] for record in one] == [record["loss"] for record in other]
+    (weights,) = [path.relative_to(whole) for path in whole.glob("*/*.safetensors")]
+    assert (parted / weights).read_bytes() == (whole / weights).read_bytes()
 
 
 @pytest.mark.exhaustive
@@ -67,13 +103,8 @@ def test_adapters_are_gone_on_with_and_exported_for_peft(given, tmp_path, monkey
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert trained("finetune", given, whole, **settings) == 0
 
-    def interrupts(trainer, record):
-        if record["step"] == 1:
-            raise KeyboardInterrupt
-
-    own = training._callbacks
     with monkeypatch.context() as patched:
-        patched.setattr(training, "_callbacks", lambda *given: [*own(*given), interrupts])
+        interrupt_at(1, patched)
         assert trained("finetune", given, parted, **settings) == 130
     printed = capsys.readouterr().out
     assert tells(printed, "interrupted") and not (parted / "adapter").exists()
