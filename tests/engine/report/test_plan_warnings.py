@@ -201,6 +201,49 @@ def test_the_cause_of_wide_products_is_found_in_batches_blocks_and_losses():
     assert not planned(widened(2)) and not planned(widened(None))
 
 
+class Shifted(nnx.Module):
+    """Four layers; without a change before the first one, a table is added before the second."""
+
+    def __init__(self, shift=None, *, narrow=False):
+        self.table = nnx.Cache(jnp.ones((4, 8))) if shift is None else None
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(4)])
+        self.shift, self.narrow = shift, narrow
+
+    def __call__(self, x):
+        x = x if self.shift is None else self.shift(x)
+        x = self.layers[0](x)
+        x = x if self.table is None else x + self.table[...]
+        for layer in self.layers[1:]:
+            x = jnp.tanh(layer(x.astype(jnp.bfloat16).astype(jnp.float32) if self.narrow else x))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def noise(x):
+    return x + 2 * jax.random.normal(jax.random.key(0), (4, 8))
+
+
+def later(x):
+    return jnp.concatenate([jnp.zeros((1, 8)), x])[:-1]
+
+
+def test_the_cause_of_wide_products_may_be_a_variable_or_what_the_loss_draws():
+    def planned(*options, **more):
+        batch = {"x": jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)}
+        parts = lambda m, batch: m(batch["x"]), optax.sgd(0.1), batch  # noqa: E731
+        return mt.plan(lambda: Shifted(*options, **more), *parts, precision="bfloat16").warnings
+
+    (said,) = planned()
+    assert tells(said, "75%", "`table`", "float32") and not tells(said, "further")
+    for shift in (noise, later):
+        (said,) = planned(shift)
+        assert tells(said, "100%", "loss computes", "float32") and not tells(
+            said, "an array of the"
+        )
+    # Each layer widens its input again.
+    (said,) = planned(noise, narrow=True)
+    assert tells(said, "100%", "3 further places")
+
+
 SCRIPT = """
 import optax, small, test_plan_warnings
 import megatrain_jax as mt

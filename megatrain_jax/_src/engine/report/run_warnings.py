@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.common.sizes import counted, sized
 from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.adapt.adapters import is_frozen
@@ -201,44 +201,105 @@ def _wide_flops(spec: RunSpec) -> tuple[int, int]:
 
 
 def _widened_by(spec: RunSpec) -> str:
-    """A clause on what makes the operands of the first wide product wide; empty if unknown.
-
-    A wide operand is followed back, from stage to stage, to the equation or the input where
-    numbers become wide.
-    """
+    """A clause on what makes the operands of wide products wide; empty if unknown."""
     itemsize = np.dtype(spec.precision.compute).itemsize
-    stages = [bound.stage for bound in spec.first.stages]
-    makers = {value: stage for stage in stages for value in stage.outputs}
-    found = [
-        (stage, eqn)
-        for stage in stages
+    search = _Widening(spec, itemsize)
+    causes = dict.fromkeys(
+        search.cause(stage, eqn)
+        for stage in search.stages
         for eqn in stage.jaxpr.eqns
         if jx.contains(eqn, lambda e: _is_wide(e, itemsize))
-    ]
-    at = found[0] if found else None
-    while at is not None:
-        stage, eqn = at
-        made = {variable: e for e in stage.jaxpr.eqns for variable in e.outvars}
-        while wide := [v for v in jx.variables(eqn.invars) if _width(v) > itemsize]:
-            if wide[0] not in made:
-                break
-            eqn = made[wide[0]]
-        if not wide:  # narrow operands: this one widens
-            parameter = _parameter(stage, eqn, made, spec)
-            what = f"`{parameter}` is" if parameter else "numbers are"
-            widest = max(eqn.outvars, key=_width).aval.dtype.name
-            return f": {what} cast to {widest} in stage {stage.name}"
-        place = list(stage.jaxpr.invars).index(wide[0]) - len(stage.consts)
-        value = stage.inputs[place - len(stage.leaves)] if place >= len(stage.leaves) else None
-        if value not in makers:
-            what = "a constant" if place < 0 else "an array of the batch"
-            if value is None and place >= 0:
-                what = f"`{path_name(spec.leaves[stage.leaves[place]].path)}`"
-            return f": {what} is {wide[0].aval.dtype.name} in stage {stage.name}"
-        stage = makers[value]
-        result = stage.jaxpr.outvars[stage.outputs.index(value)]
-        at = next(((stage, e) for e in stage.jaxpr.eqns if result in e.outvars), None)
-    return ""
+    )
+    first, *others = [cause for cause in causes if cause] or [""]
+    # Whoever mends the first place alone would see no change.
+    further = counted(len(others), "further place")
+    more = f", and numbers become as wide at {further}" if others else ""
+    return f": {first}{more}" if first else ""
+
+
+class _Widening:
+    """A search for the places where numbers become wider than `itemsize` bytes."""
+
+    def __init__(self, spec: RunSpec, itemsize: int):
+        self.spec, self.itemsize = spec, itemsize
+        self.stages = [bound.stage for bound in spec.first.stages]
+        self.program = spec.first.program
+        self.makers = {value: stage for stage in self.stages for value in stage.outputs}
+        self.made = {id(stage): _makers(stage.jaxpr) for stage in self.stages}
+        self.prologue = _makers(self.program.prologue)
+
+    def cause(self, stage: Stage, eqn: Any) -> str:
+        """A clause on the place that makes an equation's first wide operand wide; "" if unknown.
+
+        The operand is followed back, from stage to stage, to the equation or the input where
+        numbers become wide.
+        """
+        at = stage, eqn
+        while at is not None:
+            stage, eqn = at
+            made = self.made[id(stage)]
+            while wide := [v for v in jx.variables(eqn.invars) if _width(v) > self.itemsize]:
+                # Beside a wide operand, JAX casts the narrow ones: these casts are no cause.
+                wide.sort(key=lambda v: self._is_cast(stage, v))
+                if wide[0] not in made:
+                    break
+                eqn = made[wide[0]]
+            if not wide:  # narrow operands: this one widens
+                parameter = _parameter(stage, eqn, made, self.spec)
+                what = f"`{parameter}` is" if parameter else "numbers are"
+                widest = max(eqn.outvars, key=_width).aval.dtype.name
+                return f"{what} cast to {widest} in stage {stage.name}"
+            place = list(stage.jaxpr.invars).index(wide[0]) - len(stage.consts)
+            value = stage.inputs[place - len(stage.leaves)] if place >= len(stage.leaves) else None
+            if value not in self.makers:
+                if value is not None:
+                    what = self._data(value)
+                elif place < 0:
+                    what = "a constant"
+                else:
+                    what = f"`{path_name(self.spec.leaves[stage.leaves[place]].path)}`"
+                return f"{what} is {wide[0].aval.dtype.name} in stage {stage.name}"
+            stage = self.makers[value]
+            result = stage.jaxpr.outvars[stage.outputs.index(value)]
+            at = next(((stage, e) for e in stage.jaxpr.eqns if result in e.outvars), None)
+        return ""
+
+    def _is_cast(self, stage: Stage, variable: Any) -> bool:
+        """Whether a value is a cast of a narrow one, as it is or rearranged."""
+        first = len(stage.consts) + len(stage.leaves)
+        inputs = dict(zip(stage.jaxpr.invars[first:], stage.inputs, strict=True))
+        eqn, source = _maker(self.made[id(stage)], variable)
+        if not jx.is_literal(source) and inputs.get(source) in self.program.prologue_values:
+            eqn, _ = _maker(self.prologue, self._from_prologue(inputs[source]))
+        if eqn is None or eqn.primitive.name != "convert_element_type":
+            return False
+        return all(_width(v) <= self.itemsize for v in jx.variables(eqn.invars))
+
+    def _from_prologue(self, value: int) -> Any:
+        return self.program.prologue.outvars[self.program.prologue_values.index(value)]
+
+    def _data(self, value: int) -> str:
+        """What a value is that no stage makes, and that depends on no parameter."""
+        _, source = _maker(self.prologue, self._from_prologue(value))
+        data = self.program.prologue.invars[len(self.program.prologue_consts) :]
+        if source not in data:
+            return "what the loss computes without parameters"
+        paths, number = self.spec.adapted.variable_paths, data.index(source)
+        return f"`{path_name(paths[number])}`" if number < len(paths) else "an array of the batch"
+
+
+def _makers(jaxpr: Any) -> dict[Any, Any]:
+    return {variable: eqn for eqn in jaxpr.eqns for variable in eqn.outvars}
+
+
+def _maker(made: dict[Any, Any], variable: Any) -> tuple[Any, Any]:
+    """The equation that makes a value's numbers, None for an input, and where they are then."""
+    while not jx.is_literal(variable):
+        eqn = made.get(variable)
+        if eqn is None or eqn.primitive.name not in LAYOUT:
+            return eqn, variable
+        variable = eqn.invars[0]
+    return None, variable
 
 
 def _width(atom: Any) -> int:
@@ -249,9 +310,8 @@ def _width(atom: Any) -> int:
 def _parameter(stage: Stage, eqn: Any, made: dict[Any, Any], spec: RunSpec) -> str | None:
     """The path of the parameter that an equation reads, as it is or rearranged; None if none."""
     leaves = dict(zip(stage.jaxpr.invars[len(stage.consts) :], stage.leaves, strict=False))
-    for variable in jx.variables(eqn.invars):
-        while (e := made.get(variable)) is not None and e.primitive.name in LAYOUT:
-            variable = e.invars[0]
+    for operand in jx.variables(eqn.invars):
+        _, variable = _maker(made, operand)
         if not jx.is_literal(variable) and variable in leaves:
             return path_name(spec.leaves[leaves[variable]].path)
     return None
