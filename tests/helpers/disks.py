@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,6 +20,23 @@ from megatrain_jax._src.engine import start
 from megatrain_jax._src.engine.spec.rescheduled import with_state_on_disk
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.state import drive
+from zoo_case import DIM, VOCAB, Case, cross_entropy
+
+
+def _build() -> Any:
+    rng = np.random.default_rng(0)
+    layers = [{"w": rng.normal(size=(DIM, DIM)) / 4, "b": np.zeros(DIM)} for _ in range(4)]
+    return {"embed": rng.normal(size=(VOCAB, DIM)), "layers": layers}
+
+
+def _loss(params: Any, batch: Any) -> jax.Array:
+    x = params["embed"][batch["tokens"][:, :-1]]
+    for layer in params["layers"]:
+        x = x + jnp.tanh(x @ layer["w"] + layer["b"])
+    return cross_entropy(x @ params["embed"].T, batch["tokens"][:, 1:])
+
+
+CASE = Case(name="residual", build=_build, loss_fn=_loss, blocks=4, templates=1)
 
 ALL = (Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.MASTERS)
 

@@ -9,19 +9,21 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatrain_jax._src.engine.checkpoint import folder, manifest
-from places import ROOT
+from places import HELPERS, ROOT
 
 NUM_STEPS = 30
 # Python and the libraries are loaded once; each run is a fork of that, which starts JAX anew.
 SERVER = """
-import json, os, signal, sys
+import contextlib, json, os, signal, sys
 import jax, numpy as np, optax
 from flax import nnx
 import megatrain_jax as mt
+from disks import state_on_disk
 
 class Model(nnx.Module):
     def __init__(self, rngs):
@@ -52,8 +54,13 @@ def run(path, optimizer, steps):
         parts = {"microbatches": 4, "waves": 2}
     if optimizer.endswith("on two devices"):
         parts["mesh"] = jax.sharding.Mesh(jax.devices()[:2], "data")
-    result = mt.fit(lambda: Model(nnx.Rngs(0)), loss_fn, batches(), tx, steps=steps, **parts,
-                    checkpoint_dir=path, checkpoint_every=2, keep=2, progress=False)
+    place = contextlib.nullcontext()
+    if optimizer.endswith("on a disk"):
+        parts["disk_dir"], parts["device_budget"] = os.path.join(path, "../disk"), "minimum"
+        place = state_on_disk()
+    with place:
+        result = mt.fit(lambda: Model(nnx.Rngs(0)), loss_fn, batches(), tx, steps=steps, **parts,
+                        checkpoint_dir=path, checkpoint_every=2, keep=2, progress=False)
     print("ended", result.trainer.num_steps, result.interrupted, flush=True)
 
 for line in sys.stdin:
@@ -79,7 +86,7 @@ class Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}"},
         )
 
     def start(self, path: Path, optimizer: str, steps: int, ignored: bool = False) -> int:
@@ -112,9 +119,11 @@ def server():
     server.close()
 
 
-def history(path: Path) -> list[float]:
+def history(path: Path) -> tuple[list[float], Any]:
+    """The losses until the newest checkpoint, and the checksums of all its arrays."""
     (*_, newest) = folder.steps(path)
-    return [record["loss"] for record in manifest.facts_of(path / str(newest))["history"]]
+    facts = manifest.facts_of(path / str(newest))
+    return [record["loss"] for record in facts["history"]], facts["arrays"]
 
 
 @pytest.mark.exhaustive
@@ -122,6 +131,7 @@ def history(path: Path) -> list[float]:
     ("optimizer", "kills"),
     [
         ("clipped, in waves, on two devices", 2),
+        pytest.param("clipped, on a disk", 20, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
         pytest.param("plain", 25, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
         pytest.param("clipped", 25, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
         pytest.param("clipped, in waves", 5, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
@@ -146,6 +156,7 @@ def test_killed_runs_go_on_as_if_nothing_had_happened(server, optimizer, kills, 
         for step in found:
             manifest.facts_of(parts / str(step))  # whole
         assert max(found, default=0) >= newest
+        assert not (tmp_path / "disk").exists() or not os.listdir(tmp_path / "disk")
         newest = max(found, default=0)
         if over[1] == "0" or newest == NUM_STEPS:
             assert history(parts) == history(tmp_path / "whole")

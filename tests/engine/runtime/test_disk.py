@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import megatrain_jax as mt
-from disks import ALL, counted_reads, shuffled_disks, state_on_disk
+from disks import ALL, CASE, counted_reads, shuffled_disks, state_on_disk
 from inside import spec_of, store_of
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.remembering import gc_paused
@@ -27,23 +27,6 @@ from megatrain_jax._src.engine.state.drive import Drives
 from messages import refuses
 from optimizers import OPTIMIZERS
 from runs import check_each_continues_the_other, check_same_bits, make_trainer, train
-from zoo_case import DIM, VOCAB, Case, cross_entropy
-
-
-def _build() -> Any:
-    rng = np.random.default_rng(0)
-    layers = [{"w": rng.normal(size=(DIM, DIM)) / 4, "b": np.zeros(DIM)} for _ in range(4)]
-    return {"embed": rng.normal(size=(VOCAB, DIM)), "layers": layers}
-
-
-def _loss(params: Any, batch: Any) -> jax.Array:
-    x = params["embed"][batch["tokens"][:, :-1]]
-    for layer in params["layers"]:
-        x = x + jnp.tanh(x @ layer["w"] + layer["b"])
-    return cross_entropy(x @ params["embed"].T, batch["tokens"][:, 1:])
-
-
-CASE = Case(name="residual", build=_build, loss_fn=_loss, blocks=4, templates=1)
 
 
 def pair(folder: Path, kinds: Any = ALL, *, optimizer: str = "clip_adamw", **options: Any):
