@@ -5,7 +5,8 @@ tells that the process has come to the event, which is what the victim does at i
 "stuck" waits for data, "busy" does so where Python's handlers of signals don't run, "stop" stops
 itself, "kill" kills itself, "error" raises an error, as a callback does with "callback" for step 4,
 "late" calls `fit` late, "slow" does nothing. All others go on slowly. With "none", all go on fast,
-and the first process leaves the final parameters in FOLDER/final.npz.
+and the first process leaves the final parameters in FOLDER/final.npz. All state rests in the folder
+DISK, a variable of the environment, if there is one.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -67,19 +69,26 @@ def main() -> None:
         if own == "callback" and record["step"] == 4:
             raise OSError("a callback of this process alone")
 
-    result = mt.fit(
-        {"layers": [{"w": np.eye(4, dtype=np.float32)} for _ in range(2)]},
-        lambda model, batch: (
-            (batch["x"] @ model["layers"][0]["w"] @ model["layers"][1]["w"]) ** 2
-        ).mean(),
-        batches(folder, int(index), own, 0.0 if event == "none" else 0.5),
-        optax.adam(1e-3),
-        checkpoint_dir=checkpoints,
-        callbacks=[callback],
-        checkpoint_every=2,
-        stall_seconds=float(os.environ.get("STALL", 600)),
-        progress=False,
-    )
+    place, disk = nullcontext(), os.environ.get("DISK")
+    if disk:
+        from disks import state_on_disk  # which imports pytest
+
+        place = state_on_disk()
+    with place:
+        result = mt.fit(
+            {"layers": [{"w": np.eye(4, dtype=np.float32)} for _ in range(2)]},
+            lambda model, batch: (
+                (batch["x"] @ model["layers"][0]["w"] @ model["layers"][1]["w"]) ** 2
+            ).mean(),
+            batches(folder, int(index), own, 0.0 if event == "none" else 0.5),
+            optax.adam(1e-3),
+            checkpoint_dir=checkpoints,
+            callbacks=[callback],
+            checkpoint_every=2,
+            stall_seconds=float(os.environ.get("STALL", 600)),
+            progress=False,
+            disk_dir=disk,
+        )
     params = {str(i): layer["w"] for i, layer in enumerate(result.trainer.params["layers"])}
     if index == "0" and result.trainer.num_steps == LAST:
         np.savez(folder / "final.npz", **params)

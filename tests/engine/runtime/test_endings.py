@@ -177,10 +177,11 @@ def test_sigterm_saves_the_last_step_though_a_process_waits_for_data(tmp_path, c
 
 
 @each_case
-@pytest.mark.parametrize("event", ["kill", "stop"])
-def test_a_process_that_is_lost_ends_all_others(tmp_path, count, victim, event):
+@pytest.mark.parametrize(("event", "disk"), [("kill", False), ("kill", True), ("stop", False)])
+def test_a_process_that_is_lost_ends_all_others(tmp_path, count, victim, event, disk):
     runs = Runs(tmp_path, count, victim)
-    found = runs.run(event)
+    found = runs.run(event, **({"DISK": tmp_path / "disk"} if disk else {}))
+    assert not disk or not list((tmp_path / "disk").iterdir())
     for i, printed in enumerate(found.printed):
         if i != victim:
             assert found.statuses[i] == 1, printed
