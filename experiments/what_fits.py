@@ -102,15 +102,19 @@ def _row_of_hosts(model: str) -> list[str]:
     planned, cells = _of_rows(model), []
     for hosts, network in CLUSTERS:
         rows = _ROWS_PER_GPU * _GPUS_PER_HOST * hosts
-        found = planned(
-            _tokens((rows, BATCH[1])),
-            hardware="H100",
-            precision="compact",
-            num_gpus=_GPUS_PER_HOST,
-            hosts=hosts,
-            network=network,
-        )
-        cells.append(_tokens_per_second(found, rows))
+        speeds = [
+            planned(
+                _tokens((rows, BATCH[1])),
+                hardware="H100",
+                precision="compact",
+                num_gpus=_GPUS_PER_HOST,
+                hosts=hosts,
+                network=network,
+                state_per_process=of_each,
+            )
+            for of_each in ((False,) if hosts == 1 else (False, True))
+        ]
+        cells.append(" / ".join(_tokens_per_second(of, rows) for of in speeds))
     return cells
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ from contexts import shared_contexts
 from megatrain_jax._src.engine.checkpoint.save import Writer
 from optimizers import OPTIMIZERS
 from oracle import train_plain
-from processes_state import states
+from processes_state import Counted, digest, states
 from runs import check_close, make_trainer, recording, train, variables_of
 from started import Started
 from zoo import CASES
@@ -46,17 +47,24 @@ def part(batch: Any) -> Any:
     return jax.tree.map(rows, batch)
 
 
-def equivalence(pairs: str) -> dict[str, str]:
-    """The differences from plain JAX with the whole batch, by model and optimizer; all is well."""
+def equivalence(pairs: str, copies: int = 1, microbatches: int = 1) -> dict[str, str]:
+    """The differences from plain JAX with the whole batch, by model and optimizer; all is well.
+
+    With two copies of the state, each process has one, and its part of the batch is as many of the
+    whole batch's microbatches.
+    """
     found = {}
+    options = {"microbatches": microbatches, "state_per_process": copies > 1}
     for pair in pairs.split(","):
         name, optimizer = pair.split(":")
         case = CASES[name]
         batches = [case.batch(seed) for seed in SEEDS]
-        plain = train_plain(case, OPTIMIZERS[optimizer], batches)
-        trainer = make_trainer(
-            case, recording(OPTIMIZERS[optimizer]), sample=part(batches[0]), progress=False
+        plain = train_plain(
+            case, OPTIMIZERS[optimizer], batches, microbatches=copies * microbatches
         )
+        sample = part(batches[0])
+        recorded = recording(OPTIMIZERS[optimizer])
+        trainer = make_trainer(case, recorded, sample=sample, progress=False, **options)
         run = train(trainer, [part(batch) for batch in batches])
         try:
             check_close(run.first_grads, plain.first_grads, TOLERANCE, "gradient")
@@ -64,10 +72,15 @@ def equivalence(pairs: str) -> dict[str, str]:
             check_close(run.params, plain.params, TOLERANCE, "parameter")
             check_close(run.opt_state[1], plain.opt_state, 2 * TOLERANCE, "optimizer state")
             check_close(variables_of(trainer.model), plain.variables, TOLERANCE, "variable")
-            assert len(trainer.devices) == 4
+            assert len(trainer.devices) == 4 // copies
         except AssertionError as error:
             found[pair] = str(error)
     return found
+
+
+def per_process(pairs: str) -> dict[str, str]:
+    """As `equivalence`, with two microbatches and all state in each process."""
+    return equivalence(pairs, copies=2, microbatches=2)
 
 
 def training(
@@ -94,11 +107,29 @@ def training(
         raised = None
     found: dict[str, Any] = {"raised": raised}
     if result is not None:
+        found["digest"] = None if raised else digest(result.trainer)
         found["losses"] = [record["loss"] for record in result.history]
         found["slowest"] = [record["slowest_process"] for record in result.history]
         found["evaluated"] = [r["step"] for r in result.history if "eval_loss" in r]
         found["interrupted"] = result.interrupted
     return found
+
+
+def copies(folder: str) -> dict[str, Any]:
+    """Runs with all state in each process, that go on from shared state and the reverse."""
+    own: dict[str, Any] = {"state_per_process": True}
+    with ExitStack() as patch:
+        counted = Counted(patch)
+        few = training(f"{folder}/own", 4, **own)
+        written = counted.take()["written"]
+    return {
+        "few": few,
+        "written": written,
+        "shared": training(f"{folder}/own"),
+        "few shared": training(f"{folder}/shared", 4),
+        "own": training(f"{folder}/shared", **own),
+        "error": training(f"{folder}/error", callbacks=[at_step_three(fail)], **own),
+    }
 
 
 def predictions() -> list[list[float]]:
@@ -225,7 +256,17 @@ def signalled(folder: str, name: str, index: int = 1) -> dict[str, Any]:
 def main() -> None:
     index, count, port, wanted = sys.argv[1:]
     jax.distributed.initialize(f"localhost:{port}", int(count), int(index))
-    scenarios = (equivalence, endings, completed, predictions, signalled, states, alone)
+    scenarios = (
+        equivalence,
+        per_process,
+        copies,
+        endings,
+        completed,
+        predictions,
+        signalled,
+        states,
+        alone,
+    )
     by_name = {function.__name__: function for function in scenarios}
     found = {}
     with shared_contexts(), Started().replacing():

@@ -22,7 +22,8 @@ from typing import Any
 
 RUN_OPTIONS = (
     "params microbatches waves precision device_budget host_budget disk_dir disk_budget "
-    "trainable eval_loss_fn on_nonfinite ema_decay max_skipped seed hardware mesh"
+    "trainable eval_loss_fn on_nonfinite ema_decay max_skipped seed hardware mesh "
+    "state_per_process"
 ).split()
 LOOP_OPTIONS = (
     "steps epochs eval_data eval_every eval_params checkpoint_dir checkpoint_every keep "

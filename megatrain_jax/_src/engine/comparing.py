@@ -48,6 +48,7 @@ def compare_plans(
     seed: int = 0,
     hardware: Hardware | str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    state_per_process: bool = False,
     host_gib: float | str | None = None,
     num_gpus: int | None = None,
     hosts: int | None = None,
@@ -97,10 +98,13 @@ def compare_plans(
             such as "H100"; None for this machine, or an H200 without a GPU.
         mesh: The devices to train on; None for all GPUs that JAX sees, or else its first device;
             see `plan`.
+        state_per_process: Whether each of several processes holds all state on its own devices
+            instead of a share ("hybrid sharding"); see `plan`.
         host_gib: Host memory of that machine in GiB, or text with a unit such as "512GiB"; None for
             the host memory of `hardware`.
         num_gpus: Number of GPUs of each host to plan for, instead of `mesh`.
-        hosts: Number of such hosts, which share the state and the batch; None for one.
+        hosts: Number of such hosts, which share the batch and, unless `state_per_process`, the
+            state; None for one.
         network: Rate at which each host receives from the others while it sends as much, in bytes
             per second or as text: "400Gb/s" of bits, "50GB/s" of bytes, "8x400Gb/s" for eight cards
             of a host; see `plan`.
@@ -155,6 +159,7 @@ def compare_plans(
         seed=seed,
         hardware=hardware,
         mesh=mesh,
+        state_per_process=state_per_process,
         host_gib=host_gib,
         num_gpus=num_gpus,
         hosts=hosts,

@@ -99,6 +99,7 @@ def fit(
     seed: int = 0,
     hardware: Hardware | str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    state_per_process: bool = False,
 ) -> FitResult:
     """Trains a model whose state lives in pinned host memory.
 
@@ -186,6 +187,8 @@ def fit(
             such as "H100"; None for this machine, or an H200 without a GPU.
         mesh: The devices to train on; None for all GPUs that JAX sees, or else its first device;
             see `Trainer`.
+        state_per_process: Whether each of several processes holds all state on its own devices
+            instead of a share ("hybrid sharding"); see `Trainer`.
 
     Returns:
         The trainer and its history.
@@ -232,6 +235,7 @@ def fit(
         seed=seed,
         hardware=hardware,
         mesh=mesh,
+        state_per_process=state_per_process,
     )
     resume = checks.boolean("resume", resume)
     check_order("fit(model, loss_fn, data, optimizer)", optimizer, "data", data)
@@ -451,7 +455,7 @@ def _checked_metrics(prepared: Prepared, loop: LoopOptions) -> tuple[Any, Iterab
     with naming_evaluation():
         first, batches = first_evaluation(loop.eval_data)
         check_batch(first)
-        shapes = joined_shapes(first, placement.processes.count)
+        shapes = joined_shapes(first, placement.num_processes)
         with placement.outside_meshes():
             loop.check_metrics(spec.evaluation_metrics(shapes), EVAL_PREFIX)
     return first, batches

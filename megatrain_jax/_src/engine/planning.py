@@ -30,6 +30,7 @@ from megatrain_jax._src.engine.program.trace_target import trace_target, traced_
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.report.plan import Plan
 from megatrain_jax._src.engine.report.run_warnings import PlanWarning
+from megatrain_jax._src.engine.runtime.evaluation import part_of
 from megatrain_jax._src.engine.spec.budget import fit_to_machine
 from megatrain_jax._src.engine.spec.host import fit_to_host, process_base_bytes
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
@@ -68,6 +69,7 @@ def plan(
     seed: int = 0,
     hardware: Hardware | str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    state_per_process: bool = False,
     host_gib: float | str | None = None,
     num_gpus: int | None = None,
     hosts: int | None = None,
@@ -117,10 +119,13 @@ def plan(
         mesh: The devices to train on; None for all GPUs that JAX sees, or else its first device;
             see `Trainer`. A `jax.sharding.AbstractMesh` needs none of them here; None for one
             device.
+        state_per_process: Whether each of several processes holds all state on its own devices
+            instead of a share ("hybrid sharding"); see `Trainer`.
         host_gib: Host memory of that machine in GiB, or text with a unit such as "512GiB"; None for
             the host memory of `hardware`.
         num_gpus: Number of GPUs of each host to plan for, instead of `mesh`.
-        hosts: Number of such hosts, which share the state and the batch; None for one.
+        hosts: Number of such hosts, which share the batch and, unless `state_per_process`, the
+            state; None for one.
         network: Rate at which each host receives from the others while it sends as much, in bytes
             per second or as text: "400Gb/s" of bits, "50GB/s" of bytes, "8x400Gb/s" for eight cards
             of a host. None for the rate of `hardware`, or else a network that takes no time.
@@ -172,6 +177,7 @@ def plan(
         seed=seed,
         hardware=hardware,
         mesh=mesh,
+        state_per_process=state_per_process,
     )
     machine_options = MachineOptions(
         host_gib=host_gib,
@@ -187,7 +193,11 @@ def plan(
     check_parts(model, loss_fn, optimizer)
     number = run.least_microbatches
     fewer = 'mesh=AbstractMesh(({n},), ("data",))' if num_gpus is None else "num_gpus={n}"
-    check_batch(sample_batch, number, "sample_batch", run.num_devices, or_shapes=True, fewer=fewer)
+    copies = 1 if run.machine is None else run.machine.copies
+    devices = copies * run.num_devices
+    check_batch(sample_batch, number, "sample_batch", devices, or_shapes=True, fewer=fewer)
+    if copies > 1:
+        sample_batch = part_of(sample_batch, copies)
     if measure:
         return _measured(model, loss_fn, optimizer, sample_batch, run)
     # For any mesh: a run divides everything over all devices.
@@ -229,7 +239,7 @@ def plan(
             usable,
             tiles,
         )
-        return make_plan(run_with_all_waves(spec), *spread)
+        return make_plan(run_with_all_waves(spec), *spread, copies)
 
 
 def _measured(
@@ -250,7 +260,7 @@ def _measured(
     with warnings.catch_warnings():  # the plan lists them
         warnings.simplefilter("ignore", PlanWarning)
         spec = local_run_spec(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
-    kernels, spread = empty_kernel_cache(spec, placement), placement.processes.spread
+    kernels, spread = empty_kernel_cache(spec, placement), placement.process_counts
     spec, _ = fit_and_compile(spec, kernels, placement, has_gpu=has_gpu)
     found = make_plan(run_with_all_waves(spec), *spread)
     if found.fits_device is False:

@@ -195,7 +195,7 @@ class RunState:
 
     def unread_model(self, params: WhichParams = "trained") -> Any:
         """The user's kind of model; see `Trainer.unread_model`."""
-        if self.store.placement.processes.count > 1:  # which can only read together
+        if self.store.placement.num_processes > 1:  # which can only read together
             return self.model(params)
         self.flush()
         spec, store = self.spec, self._store(params)
@@ -363,7 +363,7 @@ class RunState:
         self._check_values(batch)
         spec, placement = self.spec, self.store.placement
         loss_fn = self._loss_to_evaluate(batch)
-        shapes = joined_shapes(batch, placement.processes.count)
+        shapes = joined_shapes(batch, placement.num_processes)
         if _num_bytes(batch) > _num_bytes(self._sample):  # it may not fit
             step = self._bind(batch, train=False, loss_fn=loss_fn, averages=averages)
             return "loss", *step.program.metrics
@@ -418,7 +418,12 @@ class RunState:
         own = self._evaluated(batches, lambda b: loss_fn or self._loss_to_evaluate(b), params)
         found = list(own)
         rows, sizes = zip(*found, strict=True)
-        return weighted_means(jax.device_get(rows), sizes)
+        rows, placement = jax.device_get(rows), self.store.placement
+        if placement.across:  # each process has evaluated its own batches
+            own = [{name: float(x) for name, x in row.items()} for row in rows], sizes
+            every = placement.processes.gather("the means of an evaluation", own)
+            rows, sizes = (list(itertools.chain(*each)) for each in zip(*every, strict=True))
+        return weighted_means(rows, sizes)
 
     def predict(self, batches: Iterable[Any], fn: Callable[..., Any], params: WhichParams) -> Any:
         """Computes arrays with a row for each example; see `Trainer.predict`."""
@@ -501,7 +506,7 @@ class RunState:
     ) -> BoundStep:
         """The step on batches of this shape, cut and scheduled when it is first needed."""
         placement, spec = self.store.placement, self.spec
-        shapes = joined_shapes(batch, placement.processes.count)
+        shapes = joined_shapes(batch, placement.num_processes)
         # Losses are compared as functions: a new one, even with equal code, is cut again.
         key = (batch_key(shapes), train, loss_fn, *(["ema"] if averages else []))
         self._use(loss_fn)
@@ -509,9 +514,7 @@ class RunState:
             where = f"training step {self.training.num_steps + 1}" if train else "an evaluation"
             with placement.outside_meshes(), _noting_arrays(where, batch, self._sample):
                 step = spec.bound_step(shapes, train=train, loss_fn=loss_fn, averages=averages)
-                step = fit_new_shape_to_host(
-                    step, spec, *placement.processes.spread, training=train
-                )
+                step = fit_new_shape_to_host(step, spec, *placement.process_counts, training=train)
                 step = fit_new_shape_to_device(
                     step, spec, self.engine.kernels, placement, training=train
                 )

@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.common.activity import doing, progressed
 from megatrain_jax._src.common.host_memory import available_bytes, return_freed_memory
@@ -107,7 +107,9 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
     check_products(run.dtypes, machine)
     mesh = run.mesh or default_mesh()
     check_mesh(mesh)
-    placement = placed_on(mesh)
+    placement = placed_on(mesh, per_process=run.state_per_process)
+    if placement.across:
+        mesh = Mesh(placement.devices, ("data",))
     hardware = run.machine or machine
     if hardware and machine:  # a named card is in this host, and this GPU computes
         host = hardware.host_bytes or machine.host_bytes
@@ -115,10 +117,10 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
         number = len(placement.local_devices) * placement.processes.num_here
         hardware = within_pools(hardware, number)
     if hardware:
-        count, here = placement.processes.spread
-        hardware = replace(hardware, hosts=max(1, count // here))
+        count, here = placement.process_counts
+        hardware = replace(hardware, hosts=max(1, count // here), copies=placement.num_copies)
         hardware = _with_disks(hardware, run, placement.processes)
-    run = replace(run, hardware=hardware, mesh=mesh)
+    run = replace(run, hardware=hardware, mesh=mesh, state_per_process=bool(placement.across))
     if machine is not None or run.disk_folders:
         run = replace(run, host_budget=agreed_host_budget(run, placement))
     return run, placement, machine is not None
@@ -162,7 +164,7 @@ def local_run_spec(
     """
     adapted.check_batch(sample_batch)
     processes = placement.processes
-    sample = joined_shapes(sample_batch, processes.count)
+    sample = joined_shapes(sample_batch, placement.num_processes)
 
     def make(run: Options) -> RunSpec:
         return make_run_spec(adapted, loss_fn, optimizer, sample, run)
@@ -195,13 +197,13 @@ def with_chosen_microbatches(
     if not chooses_microbatches_or_waves(run) or not has_gpu:
         return replace(run, microbatches=run.least_microbatches)
     usable = run.machine and run.machine.usable_bytes
-    processes, rows = placement.processes, num_rows(sample) or 1
+    rows = num_rows(sample) or 1
     # Uses estimates, so that nothing is compiled for rejected numbers.
     planned = placed_on(AbstractMesh((run.num_devices,), ("data",)))
     tiles = TileFinder(KernelCache(platform="gpu"), planned)
 
     def to_host(spec: RunSpec) -> RunSpec | None:
-        return fit_to_host(spec, *processes.spread)
+        return fit_to_host(spec, *placement.process_counts)
 
     def fit(spec: RunSpec) -> RunSpec:
         return fit_to_machine(spec, tiles, usable, to_host)
@@ -278,11 +280,11 @@ def _started(
     kernels, processes = empty_kernel_cache(spec, placement), placement.processes
     # Files read ahead have to fit in the host beside the run's state; otherwise they are read
     # twice.
-    left = available_bytes() - peak_bytes(spec.first) // processes.count
+    left = available_bytes() - peak_bytes(spec.first) // placement.num_processes
     if has_gpu:
         kernels.queue_for_compile(initial_kernels(spec, placement, initial))
     with ReadAhead(initial.files if has_gpu else (), left):
-        text = warning_of_little(state_bytes(spec.first) // processes.count)
+        text = warning_of_little(state_bytes(spec.first) // placement.num_processes)
         if has_gpu and processes.is_first and text:
             warn_of([text])
         with phases.phase("compiling"), group_bar("compiling", spec, placement, progress):
@@ -300,9 +302,9 @@ def _started(
             return_freed_memory()
         # After compiling: only then is it known what waits in the host, and so how much to pin.
         with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
-            least = num_bytes = peak_bytes(whole.first) // processes.count
+            least = num_bytes = peak_bytes(whole.first) // placement.num_processes
             if has_gpu:
-                num_bytes = pooled_bytes(whole, *processes.spread)
+                num_bytes = pooled_bytes(whole, *placement.process_counts)
             pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show, least)
         if measures and has_copies(spec):
             with phases.phase("timing copies"):
@@ -313,7 +315,7 @@ def _started(
                 # Copies in another order may leave larger gaps. The pools have room for one more
                 # array.
                 spare = len(placement.local_devices) * spec.largest_slab_bytes
-                if pooled_bytes(found, *processes.spread) <= num_bytes + spare:
+                if pooled_bytes(found, *placement.process_counts) <= num_bytes + spare:
                     whole = found
         spec = whole
     with (
@@ -365,10 +367,10 @@ def fit_and_compile(
         tiles = TileFinder(kernels, placement)
         with gc_paused(), remembering():
             spec = fitted_and_compiled(
-                spec, tiles, free, lambda run: fit_to_host(run, *processes.spread)
+                spec, tiles, free, lambda run: fit_to_host(run, *placement.process_counts)
             )
     elif spec.options.machine is None:  # otherwise its plan is that of the named hardware
-        fitted = fit_to_host(_on_cpu(spec, kernels, placement), *processes.spread)
+        fitted = fit_to_host(_on_cpu(spec, kernels, placement), *placement.process_counts)
         spec = replace(spec, fits_host=False) if fitted is None else fitted
     return spec, free
 
@@ -391,10 +393,9 @@ def _check(
     spec: RunSpec, kernels: KernelCache, placement: Placement, free: int | None, *, has_gpu: bool
 ) -> None:
     """Refuses a run that needs too much memory of its host or its device."""
-    processes = placement.processes
     # The last check before minutes of pinning.
-    check_host(spec if has_gpu else _on_cpu(spec, kernels, placement), *processes.spread)
-    check_device(make_plan(spec, *processes.spread), free, spec.first.program.values)
+    check_host(spec if has_gpu else _on_cpu(spec, kernels, placement), *placement.process_counts)
+    check_device(make_plan(spec, *placement.process_counts), free, spec.first.program.values)
 
 
 @contextlib.contextmanager

@@ -83,6 +83,7 @@ class Trainer(ExplainedAttributes):
         seed: int = 0,
         hardware: Hardware | str | None = None,
         mesh: Mesh | AbstractMesh | None = None,
+        state_per_process: bool = False,
     ):
         """Cuts the model, checks that it fits, and initialises its state in host memory.
 
@@ -164,6 +165,12 @@ class Trainer(ExplainedAttributes):
                 device. It is a `jax.sharding.Mesh` with any axes, with equally many devices of each
                 process or only of this one. Each device has its share of the state and of the
                 batch. The loss is still over the whole batch; each process passes its part.
+            state_per_process: Whether each of several processes holds all state on its own devices
+                instead of a share ("hybrid sharding"). Gradients then cross the network once per
+                step, and weights never, where shared state is gathered for each microbatch; each
+                host needs memory for all of it. Each process computes the loss of its own part of
+                the batch, and the loss is the mean of these, as over microbatches. Best with one
+                process per host.
 
         Raises:
             TypeError: If an argument has a wrong type.
@@ -188,6 +195,7 @@ class Trainer(ExplainedAttributes):
             seed=seed,
             hardware=hardware,
             mesh=mesh,
+            state_per_process=state_per_process,
         )
         order = "Trainer(model, loss_fn, optimizer, sample_batch)"
         check_order(order, optimizer, "sample_batch", sample_batch)
@@ -363,7 +371,8 @@ class Trainer(ExplainedAttributes):
     @property
     def plan(self) -> Plan:
         """The plan of this run on this machine: memory, transfers, arithmetic."""
-        return make_plan(self._state.spec, *self.processes.spread)
+        placement = self._state.store.placement
+        return make_plan(self._state.spec, *placement.process_counts, placement.num_copies)
 
     @property
     def startup(self) -> dict[str, float]:
@@ -580,7 +589,7 @@ def prepare(
     check_parts(model, loss_fn, optimizer, params)
     if continues is not None:
         rows = num_rows(sample_batch) or 1
-        run = with_saved_parts(run, continues, rows, placement.processes)
+        run = with_saved_parts(run, continues, rows, placement)
     number, num_devices = run.least_microbatches, len(placement.local_devices)
     divides = placement.num_devices > 1
     check_batch(

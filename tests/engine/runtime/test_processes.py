@@ -36,6 +36,14 @@ SECONDS = 240
 # Statistics of as many features as could be rows of the batch are one of them.
 STATISTICS = next(pair for pair in PAIRS if pair[0] == "batchnorm_nnx")
 SAMPLE = [STATISTICS, random.Random(1).choice([pair for pair in PAIRS if pair != STATISTICS])]
+# State of its own in each process, from which numbers are drawn.
+DRAWN = next(pair for pair in PAIRS if pair[0] == "dropout_nnx")
+# In one process, too, four microbatches change the gradients of these by up to 6e-6.
+NOISY = ("array_constant", "while_two")
+DIVISIBLE = [
+    pair for pair in PAIRS if CASES[pair[0]].microbatches and pair[0] not in NOISY and pair != DRAWN
+]
+COPIED = [DRAWN, random.Random(2).choice(DIVISIBLE)]
 REST = [pair for pair in PAIRS if pair not in SAMPLE]
 
 
@@ -116,6 +124,8 @@ def both(tmp_path_factory: pytest.TempPathFactory, alone: dict[str, tuple[Any, A
     both = started(
         folder,
         ["equivalence", _named(SAMPLE)],
+        ["per_process", _named(COPIED)],
+        ["copies", str(folder / "copies")],
         ["states", str(folder)],
         ["predictions"],
         ["completed", str(folder / "completed")],
@@ -135,6 +145,24 @@ def test_two_processes_agree_with_plain_jax(both):
 
 
 @pytest.mark.exhaustive
+def test_processes_that_each_hold_all_state_agree_with_plain_jax(both):
+    assert both.results["per_process"] == [{}, {}]
+
+
+@pytest.mark.exhaustive
+def test_state_goes_between_runs_that_share_it_and_runs_that_copy_it(both):
+    first, second = both.results["copies"]
+    expected = plain_losses(8)
+    for name in ("few", "shared", "few shared", "own"):
+        row = first[name]
+        assert row == second[name], "both have the same losses, evaluations and bits"
+        np.testing.assert_allclose(row["losses"], expected[: len(row["losses"])], rtol=1e-5)
+    assert first["own"]["evaluated"] == first["shared"]["evaluated"] == [3, 4, 6, 8]
+    assert tells(first["error"]["raised"], "process 1", "OSError: a disk")
+    assert first["written"] and not second["written"], "of copies the first process writes one"
+
+
+@pytest.mark.exhaustive
 def test_each_process_gets_the_rows_of_its_own_batches(both):
     own = [[2 * n + 20 * i] for i in range(2) for size in (4, 3, 1) for n in range(size)]
     assert both.results["predictions"] == [own[:8], own[8:]]
@@ -142,8 +170,10 @@ def test_each_process_gets_the_rows_of_its_own_batches(both):
 
 @pytest.mark.long
 def test_two_processes_agree_with_plain_jax_on_all_pairs(tmp_path):
-    rest = started(tmp_path, ["equivalence", _named(REST)])
+    copied = [pair for pair in DIVISIBLE if pair not in COPIED]
+    rest = started(tmp_path, ["equivalence", _named(REST)], ["per_process", _named(copied)])
     assert (rest.results["equivalence"], rest.statuses) == ([{}, {}], [0, 0]), rest.printed
+    assert rest.results["per_process"] == [{}, {}]
 
 
 ALONE = "a disk of this process alone"

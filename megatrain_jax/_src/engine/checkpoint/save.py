@@ -474,8 +474,11 @@ class Saving:
 def _parts(spec: RunSpec, store: Store, entries: Sequence[ArrayEntry]) -> list[_Part]:
     """The parts of a checkpoint, in the order in which steps replace groups.
 
-    Small arrays, written by the first process, come first; then groups, several per part.
+    Small arrays, written by the first process, come first; then groups, several per part. If each
+    process holds all state, the first one writes it.
     """
+    if store.placement.copy:
+        return []
     small = slice_readers(store, entries) if store.placement.processes.is_first else []
     parts: list[_Part] = [((), small)] if small else []
     offloaded = (r.key for r in spec.first.schedule.cold if r.op is Op.OFFLOAD)

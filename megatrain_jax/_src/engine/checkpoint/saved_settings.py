@@ -47,7 +47,7 @@ from megatrain_jax._src.engine.program.optimizer.hyperparameters import (
     kept_hyperparameters,
 )
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
-from megatrain_jax._src.engine.state.processes import Processes
+from megatrain_jax._src.engine.state.placement import Placement
 
 
 def saved_settings(spec: RunSpec) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _text(form: Any) -> str | None:
 
 
 def with_saved_parts(
-    run: Options, path: str | PathLike[str], num_rows: int, processes: Processes
+    run: Options, path: str | PathLike[str], num_rows: int, placement: Placement
 ) -> Options:
     """The options with the newest checkpoint's numbers, if they divide a batch.
 
@@ -207,7 +207,7 @@ def with_saved_parts(
         run: The options.
         path: The folder of the run's checkpoints.
         num_rows: Examples of a batch in this process.
-        processes: The processes that share the run.
+        placement: The devices and processes of the run.
 
     Raises:
         TypeError: If `path` is not a path.
@@ -224,8 +224,8 @@ def with_saved_parts(
                     return manifest.read(folder / str(step))["parts"]
         return None
 
-    parts = in_first_process(processes, "the look for a batch's parts", newest)
-    rows = num_rows * processes.count
+    parts = in_first_process(placement.processes, "the look for a batch's parts", newest)
+    rows = num_rows * placement.num_processes
     if parts is None or rows % (parts["microbatches"] * run.num_devices):
         return run
     return replace(run, **parts)

@@ -35,7 +35,8 @@ def begin(key: Hashable, program: Program, microbatches: int, placement: Placeme
     """The kernel `(variables, batch, key, step, *scale) -> (values, seed, new variables)`.
 
     Splits the batch and runs the prologue for each microbatch. Microbatch m of step t draws from
-    `fold_in(fold_in(key, t), m)`. State that random numbers are drawn from passes from microbatch
+    `fold_in(fold_in(key, t), m)`; if each process holds all state, microbatches are numbered over
+    all processes. State that random numbers are drawn from passes from microbatch
     to microbatch; the remaining state changes once per step, as in the first microbatch.
 
     Args:
@@ -51,18 +52,21 @@ def begin(key: Hashable, program: Program, microbatches: int, placement: Placeme
     new_ids = program.new_variables
     drawn = program.state.drawn
     loss = program.values[program.outputs[0]]
+    number, first = placement.num_copies * microbatches, placement.copy * microbatches
 
     # Keys are folded with the step's number, not split step by step, so that a restored run draws
     # the same numbers.
     def begin_step(variables, batch, key, step, scale=1.0):
         step_key = jax.random.fold_in(key, step)
         rows, once = [], None
-        for m in range(microbatches):
-            part = [_slice(x, m, microbatches) for x in batch]
+        for m in range(number):
+            # The other processes' microbatches only advance the state that numbers are drawn from.
+            part = [_slice(x, m % microbatches, microbatches) for x in batch]
             rng = jax.random.fold_in(step_key, m)
             data = [*program.prologue_consts, *variables, *part, rng]
             values = jx.evaluate(program.prologue, data)
-            rows.append(values)
+            if first <= m < first + microbatches:
+                rows.append(values)
             new = [
                 values[place[i]] if i in place else v
                 for i, v in zip(new_ids, variables, strict=True)
@@ -72,7 +76,7 @@ def begin(key: Hashable, program: Program, microbatches: int, placement: Placeme
             once = new if once is None else once
             variables = _chosen(drawn, new, variables)
         # The loss is the mean over microbatches, so with these seeds gradients sum to its gradient.
-        seed = jnp.full((), scale / microbatches, loss.dtype)
+        seed = jnp.full((), scale / number, loss.dtype)
         return rows, seed, _chosen(drawn, new, once)
 
     out_shardings = [row] * microbatches, small, small
@@ -169,6 +173,42 @@ def keep(placement: Placement) -> Kernel:
     statistics of 32 features look like such values to a batch of 8.
     """
     return Kernel(name="keep", build=lambda: _keep_if_ok, out_shardings=placement.small_on_device)
+
+
+def summed(placement: Placement) -> Kernel:
+    """The kernel `gradients -> their sums over processes`, of arrays with a part per process.
+
+    Sums are sent in the gradients' own dtype.
+    """
+
+    def total(arrays):
+        parts = [x.reshape(placement.num_copies, -1, *x.shape[1:]) for x in arrays]
+        return [jax.lax.reduce(x, x.dtype.type(0), jax.lax.add, (0,)) for x in parts]
+
+    place = placement.over_copies(divided=True)
+    return Kernel(name="sum", build=lambda: total, donated=(0,), out_shardings=place)
+
+
+def as_rows(placement: Placement) -> Kernel:
+    """The kernel `dict of scalars -> dict of arrays with one element`."""
+
+    def rows(values):
+        return {name: x[None] for name, x in values.items()}
+
+    return Kernel(name="rows", build=lambda: rows, out_shardings=placement.small_on_device)
+
+
+def row_means(placement: Placement) -> Kernel:
+    """The kernel `dict of rows -> dict of their means`, of rows with an element per process.
+
+    The metric "weight" is summed, as in `means`.
+    """
+
+    def means(rows):
+        return {n: jnp.sum(x) if n == "weight" else jnp.mean(x) for n, x in rows.items()}
+
+    place = placement.over_copies(divided=False)
+    return Kernel(name="row means", build=lambda: means, out_shardings=place)
 
 
 ADD = Kernel(name="add", build=lambda: jnp.add)

@@ -108,7 +108,7 @@ def integers_of_batch(program: Program, placement: Placement, batch: Any) -> Int
     if not ids or has_side_effects(program.prologue) or not _has_usual_keys(data):
         return {}
     num_variables = len(program.state.drawn)
-    rows, count = program.examples.number, placement.processes.count
+    rows, count = program.examples.number, placement.num_processes
     # One microbatch's part; the first axes may differ if nothing is divided.
     real = {
         number: placement.put_parts(leaf[: data[number].shape[0] // count], placement.batch(rows))

@@ -119,6 +119,11 @@ class Options:
             is a `jax.sharding.Mesh` with any axes, with equally many devices of each process or
             only of this one. Each device has its share of the state and of the batch. The loss is
             still over the whole batch; each process passes its part.
+        state_per_process: Whether each of several processes holds all state on its own devices
+            instead of a share ("hybrid sharding"). Gradients then cross the network once per step,
+            and weights never, where shared state is gathered for each microbatch; each host needs
+            memory for all of it. Each process computes the loss of its own part of the batch, and
+            the loss is the mean of these, as over microbatches. Best with one process per host.
 
     Raises:
         TypeError: If an option has the wrong type.
@@ -140,10 +145,11 @@ class Options:
     seed: int = 0
     hardware: Hardware | str | None = None
     mesh: Mesh | AbstractMesh | None = None
+    state_per_process: bool = False
 
     @property
     def num_devices(self) -> int:
-        """The number of devices that share the run; one if no mesh is given."""
+        """The number of devices that share the state; one if no mesh is given."""
         return 1 if self.mesh is None else self.mesh.size
 
     @property
@@ -212,6 +218,7 @@ class Options:
         _check_on_nonfinite(self.on_nonfinite)
         check_products(self.dtypes, self.machine)
         check_mesh_given(self.mesh)
+        checks.boolean("state_per_process", self.state_per_process)
         if self.machine is not None and self.num_devices % self.machine.hosts:
             raise ValueError(
                 f"`mesh` has {counted(self.num_devices, 'device')}, which the "
@@ -227,7 +234,8 @@ class MachineOptions:
         host_gib: Host memory of that machine in GiB, or text with a unit such as "512GiB"; None for
             the host memory of `hardware`.
         num_gpus: Number of GPUs of each host to plan for, instead of `mesh`.
-        hosts: Number of such hosts, which share the state and the batch; None for one.
+        hosts: Number of such hosts, which share the batch and, unless `state_per_process`, the
+            state; None for one.
         network: Rate at which each host receives from the others while it sends as much, in bytes
             per second or as text: "400Gb/s" of bits, "50GB/s" of bytes, "8x400Gb/s" for eight cards
             of a host. None for the rate of `hardware`, or else a network that takes no time.
@@ -302,7 +310,12 @@ class MachineOptions:
             mesh = AbstractMesh((number * self.num_gpus,), ("data",))
         if self.hosts is not None and mesh is None:
             mesh = AbstractMesh((number,), ("data",))  # with one GPU each
-        return replace(run, hardware=machine, mesh=mesh)
+        run = replace(run, hardware=machine, mesh=mesh)
+        if machine is None or number == 1 or not run.state_per_process:
+            return replace(run, state_per_process=False)
+        # The plan of one host, with a process of its own.
+        own = AbstractMesh((run.num_devices // number,), ("data",))
+        return replace(run, hardware=replace(machine, hosts=1, copies=number), mesh=own)
 
 
 @dataclass(frozen=True, kw_only=True)

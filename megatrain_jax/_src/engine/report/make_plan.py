@@ -32,9 +32,12 @@ from megatrain_jax._src.engine.spec.indivisible_arrays import indivisible_arrays
 from megatrain_jax._src.engine.spec.pooled import pooled_bytes
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.work import Work, backward_work, forward_work, saved_work
+from megatrain_jax._src.engine.state.hardware import Hardware
 
 
-def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1) -> Plan:
+def make_plan(
+    spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1, num_copies: int = 1
+) -> Plan:
     """The plan of a run, for steps of its first batch shape.
 
     Times and limits refer to the hardware in the run's options; without hardware, a plan has none.
@@ -43,6 +46,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         spec: The run.
         num_processes: Number of processes that share the run.
         processes_per_host: Number of processes on each host.
+        num_copies: Number of processes that each hold all state.
     """
     step, grouping, devices = spec.first, spec.grouping, spec.first.num_devices
     workload, schedule, work = step.workload, step.schedule, microbatch_work(step)
@@ -97,7 +101,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         seconds_loops=step.microbatches * (loops or 0.0),
         seconds_per_step=hardware and schedule.seconds,
         is_measured=spec.is_measured,
-        batch_size=size,
+        batch_size=num_copies * size,
         batch_unit=unit,
         microbatches=step.microbatches,
         waves=step.waves,
@@ -114,6 +118,8 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         num_processes=num_processes,
         processes_per_host=processes_per_host,
         collective_bytes=_collective_bytes(step),
+        num_copies=num_copies,
+        summed_bytes=_summed_bytes(step, machine),
         seconds_dispatch=dispatches * workload.costs.dispatch,
         warnings=find_warnings(spec),
         hardware=hardware,
@@ -166,6 +172,14 @@ def _collective_bytes(step: BoundStep) -> int:
             received += {Op.FORWARD: forward, Op.BACKWARD: backward}.get(instruction.op, 0)
     # Each instruction runs one wave, but the stage's bytes are counted for all waves.
     return received // step.waves
+
+
+def _summed_bytes(step: BoundStep, machine: Hardware | None) -> int:
+    """The bytes that a host receives per step to sum gradients over copies of the state."""
+    if machine is None:
+        return 0
+    each = sum(step.workload.sizes[g][Kind.GRADIENT] for g in step.workload.trained_groups)
+    return round(machine.summing_bytes(step.num_devices * each))
 
 
 def microbatch_work(step: BoundStep) -> Work:

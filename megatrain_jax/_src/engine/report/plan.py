@@ -150,6 +150,10 @@ class Plan:
         processes_per_host: Number of them that share a host and its memory.
         collective_bytes: Bytes that each device receives from its peers per step: gathered
             parameters, and gradients to be summed.
+        num_copies: Processes that each hold all state. The plan is that of one of them, but
+            `batch_size` counts the batches of all.
+        summed_bytes: Bytes that each host receives per step for sums of gradients, if each holds
+            all state; see `state_per_process` of `Trainer`.
         seconds_dispatch: Estimate of the time in which Python dispatches a step.
         warnings: Sentences about parts of the run that perform badly.
         hardware: The machine that times and limits refer to.
@@ -209,6 +213,8 @@ class Plan:
     num_processes: int = 1
     processes_per_host: int = 1
     collective_bytes: int = 0
+    num_copies: int = 1
+    summed_bytes: int = 0
     seconds_dispatch: float = 0.0
     warnings: tuple[str, ...] = ()
     hardware: Hardware | None = None
@@ -261,6 +267,8 @@ class Plan:
     @property
     def network_bytes(self) -> int:
         """Bytes per step that each host receives from the others; see `Hardware`."""
+        if self.num_copies > 1:
+            return self.summed_bytes
         return 0 if self.num_hosts == 1 else self.collective_bytes
 
     @property
@@ -400,6 +408,7 @@ class Plan:
         (inward, outward), moved = machine.link_rates, self.bytes_in + self.bytes_out
         copying = max(self.bytes_in / inward, self.bytes_out / outward)
         collecting = exchanged / machine.collective_bytes_per_s(own)
+        collecting += self.summed_bytes / machine.network_bytes_per_s
         name = max(on_device, key=lambda name: on_device[name])
         shares: tuple[tuple[Resource, Bound, float, float], ...] = (
             ("device", name, sum(on_device.values()), collecting),

@@ -139,6 +139,8 @@ def _help(plan: Plan) -> str:
     """What would make a step faster per example, for the resource that bounds it."""
     coded = "" if plan.float8_flops_per_step else ', or products="float8" where the GPU has it'
     networked = ", or a faster network between the hosts" if plan.network_bytes else ""
+    if plan.num_hosts > 1:
+        networked = ", state_per_process=True" + networked
     dispatched = "larger batches or layers (the model is too small to keep a GPU busy)"
     return {
         "link": 'larger batches, `precision`="compact", or a larger `device_budget`',
@@ -167,6 +169,7 @@ def title(plan: Plan) -> str:
     groups = sum(row.count for row in plan.groups)
     devices = "" if plan.num_devices == 1 else f"; {plan.num_devices} devices"
     devices += "" if plan.num_hosts == 1 else f" of {plan.num_hosts} hosts"
+    devices += "" if plan.num_copies == 1 else f"; {plan.num_copies} hosts, each with all state"
     # A run that doesn't fit has the number of parts that takes the least.
     purpose = "" if plan.fits_device is False else " to fit"
     experts = plan.num_expert_groups
@@ -321,15 +324,14 @@ def _busy(plan: Plan) -> str:
 
 def _shared_cells(plan: Plan) -> list[list[str]]:
     """Rows of the bytes exchanged between devices, and of all bytes through the host's memory."""
-    if plan.num_devices == 1:
-        return []
-    size = _sizes(plan)
-    exchanged = size(plan.collective_bytes)
-    cells = [["from other devices, a step", exchanged, seconds(plan.seconds_collectives)]]
-    if plan.num_hosts > 1:
+    size, cells = _sizes(plan), []
+    if plan.num_devices > 1:
+        exchanged = size(plan.collective_bytes)
+        cells.append(["from other devices, a step", exchanged, seconds(plan.seconds_collectives)])
+    if plan.num_hosts > 1 or plan.num_copies > 1:
         received = size(plan.network_bytes)
         cells.append(["network to each host, a step", received, seconds(plan.seconds_network)])
-    if plan.seconds_host:
+    if plan.seconds_host and plan.num_devices > 1:
         passed = size(plan.bytes_through_host)
         cells.append(["host memory, all transfers, a step", passed, seconds(plan.seconds_host)])
     return cells
@@ -420,7 +422,8 @@ def _rates(plan: Plan, machine: Hardware) -> str:
             rates.append(f"{machine.host_bytes_per_s / 1e9:.4g} of the host's memory")
         if machine.peer_bytes_per_s is not None:
             rates.append(f"{machine.peer_bytes_per_s / 1e9:.4g} from other devices")
-    if plan.num_hosts > 1 and machine.network_bytes_per_s != math.inf:
+    several = plan.num_hosts > 1 or plan.num_copies > 1
+    if several and machine.network_bytes_per_s != math.inf:
         rates.append(f"{machine.network_bytes_per_s / 1e9:.4g} of each host's network")
     if plan.disk_bytes and machine.disk_read_bytes_per_s and machine.disk_write_bytes_per_s:
         read, written = machine.disk_read_bytes_per_s / 1e9, machine.disk_write_bytes_per_s / 1e9

@@ -101,7 +101,7 @@ class ComputeCopy:
         arrays = self._store.on_devices(Key(Kind.MASTERS, group))
         found = _unpacking(layout, places, str(self.dtype), placement)(arrays)
         # With other processes' devices, an array could only be used by all processes together.
-        alone = placement.processes.count == 1
+        alone = placement.num_processes == 1
         return found if alone else [x.addressable_data(0) for x in found]
 
     def _joined(

@@ -317,6 +317,8 @@ class Engine:
             key = "means", names, weighted
             means = self._find(key, lambda: steps.means(names, weighted=weighted))
             live.means = means([[row[i] for i in ids] for row in live.rows])
+            if not weighted and self.store.placement.across:
+                live.means = self._over_processes(live.means)
         return live.means
 
     def _arrays(self, live: LiveValues) -> Any:
@@ -328,6 +330,20 @@ class Engine:
             join = self.kernels.get(steps.joined(list(map(self.store.placement.batch, sizes))))
             arrays = join([arrays, *others])
         return jax.tree.unflatten(program.rows, arrays)
+
+    def _over_processes(self, means: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The means of loss and metrics over processes that each hold all state."""
+        placement = self.store.placement
+        rows = self.kernels.get(steps.as_rows(placement))(means)
+        return placement.own(self.kernels.get(steps.row_means(placement))(placement.joined(rows)))
+
+    def _sum_over_processes(self, group: int) -> None:
+        """Sums a group's complete gradient over processes that each hold all state."""
+        placement, key = self.store.placement, Key(Kind.GRADIENT, group)
+        if placement.across:
+            run = self.kernels.get(steps.summed(placement))
+            joined = placement.joined(self.store.on_device.pop(key))
+            self.store.on_device[key] = tuple(placement.own(run(joined)))
 
     def _number(self, of: int) -> jax.Array:
         """A number, such as a group's, as an array on the devices."""
@@ -525,6 +541,7 @@ class Engine:
 
     def _reduce(self, live: LiveValues, group: int, task: int) -> None:
         store, reads = self.store, self.optimizer.reduce_reads
+        self._sum_over_processes(group)
         gradient = store.on_device[Key(Kind.GRADIENT, group)]
         masters = store.on_device[Key(Kind.MASTERS, group)] if Kind.MASTERS in reads else None
         state = None
@@ -558,6 +575,8 @@ class Engine:
         # Removed here, because the kernel writes the new arrays into their memory.
         masters = store.on_device.pop(masters_key)
         state = store.on_device.pop(state_key, ())
+        if not cut.deferred:
+            self._sum_over_processes(group)
         gradient = self._pop_part(Key(Kind.GRADIENT, group))
         run = self._of_group(Op.UPDATE, group, gradient[0].dtype)
         messages = [self._messages[i] for i in cut.messages[group]]

@@ -26,9 +26,9 @@ def put_batch(batch: Any, step: BoundStep, placement: Placement) -> list[jax.Arr
     """
     # Arrays that are divided have equally many examples, as checked before.
     leaves = jax.tree.leaves(batch)
-    examples = leaves[0].shape[0] * placement.processes.count
+    examples = leaves[0].shape[0] * placement.num_processes
     sharding = placement.batch(examples // step.microbatches)
-    if placement.processes.count == 1:
+    if placement.num_processes == 1:
         return jax.device_put(leaves, sharding)
     return [placement.put_parts(leaf, sharding) for leaf in leaves]
 
@@ -37,6 +37,13 @@ def joined_shapes(batch: Any, num_processes: int) -> Any:
     """The shapes and dtypes of a whole batch, in equal parts on all processes."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] * num_processes, *x.shape[1:]), x.dtype), batch
+    )
+
+
+def part_of(batch: Any, num_parts: int) -> Any:
+    """The shapes and dtypes of one of the equal parts of a batch."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // num_parts, *x.shape[1:]), x.dtype), batch
     )
 
 

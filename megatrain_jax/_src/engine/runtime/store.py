@@ -176,7 +176,7 @@ class Store:
         """The leaves of a part as host arrays, which share its memory if possible."""
         layout = self.layouts[key.owner]
         own = layout.master if key.kind is Kind.MASTERS else layout.state
-        alone = self.placement.processes.count == 1
+        alone = self.placement.num_processes == 1
         return read_leaves(own, self.held(key) if alone else self._readable(self.at_rest(key)))
 
     def leaf(self, key: Key, position: int) -> ComputedArray:

@@ -79,7 +79,9 @@ def computing_seconds(
     wave += sum(costs.backward[s] for s in stages if workload.backward[s])
     wave += sum(costs.rounding) - sum(costs.recompute[s] for s in kept)
     once = (
-        costs.update[g] + (costs.reduce[g] if costs.reduce else 0.0)
+        costs.update[g]
+        + (costs.reduce[g] if costs.reduce else 0.0)
+        + (costs.summing[g] if costs.summing else 0.0)
         for g in workload.trained_groups
     )
     return workload.waves * wave + sum(once)

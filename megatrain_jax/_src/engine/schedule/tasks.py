@@ -352,11 +352,12 @@ def _seconds(workload: Workload, instruction: Instruction) -> float:
         saved = costs.recompute[instruction.stage] if instruction.stage in workload.kept else 0.0
         rounding = costs.rounding[instruction.stage] if costs.rounding else 0.0
         return costs.backward[instruction.stage] - saved + rounding
-    if instruction.op is Op.UPDATE and instruction.group is not None:
-        return costs.update[instruction.group]
-    if instruction.op is Op.REDUCE and instruction.group is not None and costs.reduce:
-        return costs.reduce[instruction.group]
-    return 0.0
+    if (group := instruction.group) is None or instruction.op not in (Op.REDUCE, Op.UPDATE):
+        return 0.0
+    found = costs.update if instruction.op is Op.UPDATE else costs.reduce
+    first = Op.REDUCE if workload.deferred else Op.UPDATE  # reads the gradient first
+    summing = costs.summing[group] if costs.summing and instruction.op is first else 0.0
+    return (found[group] if found else 0.0) + summing
 
 
 def _seconds_on_link(workload: Workload, instruction: Instruction) -> float:

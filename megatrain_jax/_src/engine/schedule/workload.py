@@ -58,6 +58,8 @@ class Costs:
         rounding: For each stage, the time that its backward takes once per wave, for any number of
             microbatches, to add to narrow sums of gradients and to round them; empty for none.
         reduce: For each group, its REDUCE; empty if updates count it.
+        summing: For each group, the sum of its gradient over the network, if each process holds all
+            state; empty for none.
         delay: Delay of computations for each byte that a link copies, since the copy reads or
             writes the device's memory, too. Rates of real steps contain it, times of functions
             that were called alone do not.
@@ -76,6 +78,7 @@ class Costs:
     backward_on_link: tuple[float, ...] = ()
     rounding: tuple[float, ...] = ()
     reduce: tuple[float, ...] = ()
+    summing: tuple[float, ...] = ()
     delay: float = 0.0
     link: Link
     disk: DiskLink | None = None

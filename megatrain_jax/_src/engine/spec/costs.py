@@ -224,12 +224,23 @@ def find_costs(
             num_bytes / hardware.memory_bytes_per_s + seconds for num_bytes, seconds in updates
         ),
         recompute=seconds_saved([b.residuals for b in bound], each, hardware),
+        summing=_summing_seconds(sizes, own, hardware),
         forward_on_link=tuple(on_link[0]),
         backward_on_link=tuple(on_link[1]),
         link=host_link(hardware, own),
         disk=disk_link(hardware, own),
         dispatch=_SECONDS_PER_RECORD,
     )
+
+
+def _summing_seconds(
+    sizes: Sequence[Mapping[Kind, int]], num_devices: int, hardware: Hardware
+) -> tuple[float, ...]:
+    """Seconds to sum the gradient of each group over machines that each hold all state."""
+    if hardware.copies == 1:
+        return ()
+    of_machine = (num_devices * s[Kind.GRADIENT] for s in sizes)
+    return tuple(hardware.summing_bytes(n) / hardware.network_bytes_per_s for n in of_machine)
 
 
 def rounding_seconds(

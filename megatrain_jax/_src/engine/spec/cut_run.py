@@ -142,9 +142,12 @@ def _cut(
     )
     if warning := refuse_no_gradient(program, leaves):
         program = program.warning(warning)
-    if options.microbatches != 1:
+    if options.microbatches != 1 or options.state_per_process:
         if reason := reason_against_microbatches(adapted, program):
-            raise ValueError(f"microbatches > 1 can't train this model: {reason}")
+            given, other = "microbatches > 1", "microbatches=1"
+            if options.state_per_process:
+                given, other = "state_per_process=True", "state_per_process=False"
+            raise ValueError(f"{given} can't train this model: {reason}, or use {other}.")
     # Groups depend on the stages that read each leaf, so they come after the loss. The optimizer is
     # cut by groups, so it comes last.
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
@@ -236,7 +239,7 @@ def reason_against_microbatches(adapted: AdaptedModel, program: Program) -> str 
         return (
             f"its state {', '.join(of_batch[:6])} depends on the batch (such as the statistics of "
             "a batch norm), and statistics of a part of a batch differ from those of the whole. "
-            "Use microbatches=1, or a normalisation without batch statistics."
+            "Use a normalisation without batch statistics"
         )
     pairs, early = zip(program.state.drawn, new, strict=True), set(program.prologue_values)
     drawn, _ = jx.split([d and i not in early for d, i in pairs], names)
@@ -244,6 +247,6 @@ def reason_against_microbatches(adapted: AdaptedModel, program: Program) -> str 
         return (
             "random numbers are drawn from its state "
             f"{', '.join(drawn[:6])}, which depends on parameters, so that the parts of a batch "
-            "would all draw the same. Use microbatches=1, or draw from the `rng` of the loss."
+            "would all draw the same. Draw from the `rng` of the loss"
         )
     return None

@@ -99,7 +99,7 @@ def _make(
         objects = adapted, loss_fn, optimizer, sample_batch, options.trainable
         precision = options.dtypes
         dtypes = map(str, (precision.compute, precision.update, precision.products))
-        numbers = microbatches, options.num_devices, options.on_nonfinite
+        numbers = microbatches, options.state_per_process, options.num_devices, options.on_nonfinite
         return *map(IdentityKey, objects), *dtypes, *numbers, options.ema_decay
 
     def trace() -> TracedLoss:

@@ -43,6 +43,8 @@ class Hardware:
         peer_bytes_per_s: Bytes per second that each device receives from its peers in collectives;
             `None` if only the links connect them. Collectives then pass through the host's memory.
         hosts: Number of hosts. A run sets it to the number of hosts that its processes are on.
+        copies: Number of machines like this one that each hold all state of a run, and sum their
+            gradients over the network; see `state_per_process` of `Trainer`. A run sets it.
         network_bytes_per_s: Bytes per second that each host receives from other hosts, while it
             sends as many; infinite by default, so that the network takes no time.
         disk_read_bytes_per_s: Bytes per second that each host reads from its disks, while it writes
@@ -92,6 +94,7 @@ class Hardware:
     host_bytes_per_s: float = math.inf
     peer_bytes_per_s: float | None = None
     hosts: int = 1
+    copies: int = 1
     network_bytes_per_s: float = math.inf
     disk_read_bytes_per_s: float | None = None
     disk_write_bytes_per_s: float | None = None
@@ -115,7 +118,8 @@ class Hardware:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checks.integer(name, value, other=", or None"))
         checks.boolean("has_bfloat16", self.has_bfloat16)
-        object.__setattr__(self, "hosts", checks.integer("hosts", self.hosts))
+        for name in ("hosts", "copies"):
+            object.__setattr__(self, name, checks.integer(name, getattr(self, name)))
         widest_heads = checks.integer("widest_heads", self.widest_heads, least=0)
         object.__setattr__(self, "widest_heads", widest_heads)
         for field in fields(self):
@@ -221,6 +225,10 @@ class Hardware:
         if within is None:
             within = min(*self.link_rates, self.host_bytes_per_s / (2 * num_devices))
         return within if self.hosts == 1 else min(within, self.network_bytes_per_s)
+
+    def summing_bytes(self, num_bytes: int) -> float:
+        """Bytes that this machine receives while arrays of so many bytes are summed over copies."""
+        return 2 * num_bytes * (self.copies - 1) / self.copies
 
     @property
     def assumed_host_bytes(self) -> int | None:

@@ -27,7 +27,7 @@ from jax.sharding import (
 from megatrain_jax._src.engine.state.coordination import CoordinationService
 from megatrain_jax._src.engine.state.processes import Processes
 
-_AXIS = "data"
+_AXIS, _ACROSS = "data", "processes"
 _COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
 _NO_LIMIT = str(2**40)
 _PART_BYTES = str(2**30)
@@ -50,11 +50,21 @@ class Placement:
     examples along their first axis. Small arrays are replicated on every device: variables,
     scalars, keys, and leaves before they are packed into a slab.
 
+    Usually all processes share the arrays. Where each holds all state, its arrays are on its own
+    devices alone, and `across` joins equal arrays of all processes to larger ones, whose first axis
+    has a part per process. Example: two processes with two devices each, and a gradient of 8
+    elements::
+
+        process 0         [0 1 2 3 | 4 5 6 7]
+        process 1                               [0 1 2 3 | 4 5 6 7]
+        joined            [0 1 2 3 | 4 5 6 7  |  0 1 2 3 | 4 5 6 7]
+
     Attributes:
-        devices: The devices; none in a plan.
+        devices: The devices that share the arrays; none in a plan.
         num_devices: Number of devices.
         platform: JAX's name of the devices' platform: "cpu", "gpu", ...; "" in a plan.
-        processes: The processes that own the devices.
+        processes: The processes of the run.
+        across: All their devices, a row per process, if each process holds all state; else None.
         slabs_at_rest: Sharding of slabs in pinned host memory.
         slabs_on_device: Sharding of slabs in the devices' own memory.
         small_at_rest: Sharding of small arrays in pinned host memory.
@@ -69,6 +79,27 @@ class Placement:
     slabs_on_device: Sharding
     small_at_rest: Sharding
     small_on_device: Sharding
+    across: Mesh | None = None
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes that share the arrays."""
+        return 1 if self.across else self.processes.count
+
+    @property
+    def process_counts(self) -> tuple[int, int]:
+        """The number of processes that share the arrays, and the number of these on this host."""
+        return (1, 1) if self.across else (self.processes.count, self.processes.num_here)
+
+    @property
+    def num_copies(self) -> int:
+        """The number of processes that each hold all state; 1 if they share it."""
+        return self.processes.count if self.across else 1
+
+    @property
+    def copy(self) -> int:
+        """The number of this process's copy of the state, from 0."""
+        return self.processes.index if self.across else 0
 
     @property
     def local_devices(self) -> tuple[Any, ...]:
@@ -120,7 +151,7 @@ class Placement:
 
         In a run of several processes, random keys stay on the devices.
         """
-        if self.processes.count == 1:
+        if self.num_processes == 1:
             return jax.device_put(tree, sharding)
         with jax.transfer_guard("allow"):  # explicit transfers, like `device_put`
             return jax.tree.map(lambda x: self._put_one(x, sharding), tree)
@@ -131,7 +162,7 @@ class Placement:
         With several processes, each process moves its own shards. For whole arrays, `device_put`
         would run an identity on the devices (JAX 0.11.2), and copies could not overlap computation.
         """
-        if self.processes.count == 1:
+        if self.num_processes == 1:
             return jax.device_put(arrays, sharding)
         kind = sharding.memory_kind
         # One call for all shards of all arrays, because calls are far slower than arrays in them.
@@ -181,13 +212,13 @@ class Placement:
         # A replicated array is whole on each device, so every process needs all parts.
         if sharding.is_fully_replicated:
             return self.put(self._concatenated(np.asarray(part)), sharding)
-        shape = (part.shape[0] * self.processes.count, *part.shape[1:])
+        shape = (part.shape[0] * self.num_processes, *part.shape[1:])
         with jax.transfer_guard("allow"):
             return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
 
     def _concatenated(self, part: np.ndarray) -> np.ndarray:
         """The processes' arrays, of equal shapes, one after another along their first axis."""
-        if self.processes.count == 1:
+        if self.num_processes == 1:
             return part
         # The first device of each process: in reversed order, it overwrites later ones.
         first = {device.process_index: device for device in reversed(self.devices)}
@@ -205,7 +236,7 @@ class Placement:
 
     def part_here(self, x: jax.Array) -> np.ndarray:
         """This process's part of an array with a part per process, in order, on its first axis."""
-        count, index = self.processes.count, self.processes.index
+        count, index = self.num_processes, self.processes.index
         if count == 1 or x.is_fully_replicated:
             rows = jax.device_get(x)
             size = len(rows) // count
@@ -218,7 +249,7 @@ class Placement:
 
         Every process has to call this. Meanwhile each device holds the whole slab.
         """
-        if self.processes.count == 1:
+        if self.num_processes == 1:
             return slab
         # Processes can't read each other's memory, so the devices gather the slab.
         (on_device,) = self.move([slab], self.slabs_on_device)
@@ -231,6 +262,45 @@ class Placement:
     def whole(self, x: jax.Array) -> jax.Array:
         """An array whole on every device; for use inside jit."""
         return self._constrained(x, self.small_on_device)
+
+    def joined(self, arrays: Any) -> Any:
+        """Arrays of all processes, made of each process's own; see the class.
+
+        Args:
+            arrays: A pytree of arrays on the devices, divided along their first axes or replicated.
+        """
+
+        def join(x: jax.Array) -> jax.Array:
+            shape = (self.num_copies * x.shape[0], *x.shape[1:])
+            return self._of_shards(x, shape, self._joined_sharding(x))
+
+        return jax.tree.map(join, arrays)
+
+    def own(self, arrays: Any) -> Any:
+        """This process's copies of arrays that are equal in all, as `over_copies` places them."""
+
+        def part(x: jax.Array) -> jax.Array:
+            return self._of_shards(x, x.shape, self.values(not x.is_fully_replicated))
+
+        return jax.tree.map(part, arrays)
+
+    def over_copies(self, divided: bool) -> Sharding:
+        """The sharding of an array that is equal in all processes, for results of functions.
+
+        Args:
+            divided: Whether it is divided over the devices of each process.
+        """
+        assert self.across is not None
+        return NamedSharding(self.across, PartitionSpec(_AXIS) if divided else PartitionSpec())
+
+    def _joined_sharding(self, x: jax.Array) -> Sharding:
+        assert self.across is not None
+        axes = _ACROSS if x.is_fully_replicated and self.num_devices > 1 else (_ACROSS, _AXIS)
+        return NamedSharding(self.across, PartitionSpec(axes))
+
+    def _of_shards(self, x: jax.Array, shape: Sequence[int], sharding: Sharding) -> jax.Array:
+        shards = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
 
     def _put_one(self, x: Any, sharding: Sharding) -> jax.Array:
         """One array of several processes; see `put`."""
@@ -286,9 +356,22 @@ def default_mesh() -> Mesh:
     return Mesh([first, *(others if shared else ())], _AXIS)
 
 
-def placed_on(mesh: Mesh | AbstractMesh) -> Placement:
-    """The placement of a run on the devices of a mesh, taken as one row."""
+def placed_on(mesh: Mesh | AbstractMesh, *, per_process: bool = False) -> Placement:
+    """The placement of a run on the devices of a mesh, taken as one row.
+
+    Args:
+        mesh: The devices; in a plan, their number.
+        per_process: Whether each process holds all state on its own devices. The placement is then
+            on these devices.
+    """
     devices = () if isinstance(mesh, AbstractMesh) else tuple(mesh.devices.flat)
+    processes, across = _processes_of(devices), None
+    if per_process and processes.count > 1:
+        # In order of the processes, each with equally many devices.
+        rows = sorted(devices, key=lambda device: device.process_index)
+        across = Mesh(np.array(rows).reshape(processes.count, -1), (_ACROSS, _AXIS))
+        devices = tuple(d for d in rows if d.process_index == jax.process_index())
+        mesh = Mesh(devices, _AXIS)
     # Slabs are divided over all devices of the user's mesh, as one row. Its axis is automatic,
     # because the loss is a function of whole arrays, and XLA's partitioner divides it.
     if mesh.size > 1:
@@ -308,7 +391,8 @@ def placed_on(mesh: Mesh | AbstractMesh) -> Placement:
         devices=devices,
         num_devices=mesh.size,
         platform=devices[0].platform if devices else "",
-        processes=_processes_of(devices),
+        processes=processes,
+        across=across,
         slabs_at_rest=divided(memory_kind="pinned_host"),
         slabs_on_device=divided(memory_kind="device"),
         small_at_rest=whole(memory_kind="pinned_host"),

@@ -114,11 +114,6 @@ class Processes:
         self.num_here = self.gather("the first run of several processes", here).count(here)
 
     @property
-    def spread(self) -> tuple[int, int]:
-        """The number of processes, and the number of processes on this host."""
-        return self.count, self.num_here
-
-    @property
     def is_first(self) -> bool:
         """Whether this is the process that prints, and writes the files that exist once."""
         return self.index == 0

@@ -20,6 +20,8 @@ class PlanSettings(run_settings.Settings):
         hosts: Number of such hosts.
         network: Rate at which each host receives from the others, such as 400Gb/s or 8x400Gb/s;
             default: a network that takes no time.
+        state_per_process: Whether each host holds all state instead of a share: gradients then
+            cross the network once per step, and weights never.
         disk: Rates of each host's disks, such as "7GB/s read, 2GB/s write", or one rate for both:
             state that the host's memory can't hold rests there; default: no disk.
         host: Host memory in bytes, or such as 512GiB; default: this machine's or a typical host's.
@@ -62,6 +64,7 @@ class PlanSettings(run_settings.Settings):
     gpus: int = 1
     hosts: int = 1
     network: str | None = None
+    state_per_process: bool = False
     disk: str | None = None
     host: int | str | None = None
     tokens: int | None = None
@@ -97,7 +100,7 @@ class PlanSettings(run_settings.Settings):
             rate_of("network", self.network)
         if self.disk is not None:
             read_and_write_rates("disk", self.disk)
-        self.check_use("network", self.hosts > 1, "several hosts: set `hosts`")
+        self.check_use("network state_per_process", self.hosts > 1, "several hosts: set `hosts`")
         if self.microbatches == "auto" and self.tokens is None:
             raise ValueError("`microbatches`=auto needs `tokens`: any batch fits in small parts")
         run_settings.check_optimizer(self.optimizer)

@@ -49,6 +49,7 @@ class Planner:
             "num_gpus": settings.gpus,
             "hosts": settings.hosts,
             "network": settings.network,
+            "state_per_process": settings.state_per_process,
             "disk": settings.disk,
             "microbatches": settings.microbatches,
             "ema_decay": settings.ema_decay,

@@ -121,6 +121,7 @@ def run_options(
         "host_budget": settings.host_budget,
         "disk_dir": settings.disk_dir,
         "disk_budget": settings.disk_budget,
+        "state_per_process": settings.state_per_process,
         "seed": settings.seed,
         "hardware": here,
     }

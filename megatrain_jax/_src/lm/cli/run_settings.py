@@ -134,6 +134,9 @@ class RunSettings(Settings):
             different drives; default: none.
         disk_budget: Maximum bytes that the process may take there, such as 500GiB; default: what is
             free.
+        state_per_process: Whether each of several processes holds all state instead of a share:
+            gradients then cross the network once per step, and weights never. Best with one process
+            per host.
         checkpoints: Whether to save checkpoints, from which the same command resumes.
         checkpoint_every: Save after each multiple of this number of steps, and at the end.
         keep: Number of checkpoints to keep.
@@ -172,6 +175,7 @@ class RunSettings(Settings):
     host_budget: int | str | None = None
     disk_dir: list[str] | str | None = None
     disk_budget: int | str | None = None
+    state_per_process: bool = False
     checkpoints: bool = True
     checkpoint_every: int | None = None
     keep: int = 1
@@ -269,7 +273,7 @@ def listed(given: Sequence[str] | str | None) -> list[str]:
 CHANGEABLE_OPTIONS = frozenset(
     "checkpoint_every checkpoints data_cache device_budget disk_budget disk_dir eval_data "
     "eval_every export export_as export_dtype host_budget keep log_every logs mlflow out push "
-    "push_private sample_temperatures sample_tokens samples wandb workers".split()
+    "push_private sample_temperatures sample_tokens samples state_per_process wandb workers".split()
 )
 
 

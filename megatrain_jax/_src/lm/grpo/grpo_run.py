@@ -177,7 +177,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         """Sets the trainer that writes the completions, and whether the first ones are told."""
         self._progress = progress
         self._trainer, plan = trainer, trainer.plan
-        self._unit = plan.microbatches * plan.num_devices
+        self._unit = plan.num_copies * plan.num_devices * plan.microbatches
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch; with the completions, if they are used once more."""

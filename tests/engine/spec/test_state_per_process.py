@@ -1,0 +1,109 @@
+"""Processes that each hold all state: the plan of one, and its part of a batch's microbatches."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import megatrain_jax as mt
+from inside import engine_of, spec_of
+from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.spec.step_kernels import begin_kernel
+from megatrain_jax._src.engine.state.placement import Placement, placed_on
+from megatrain_jax._src.engine.state.processes import Processes
+from messages import refuses
+from optimizers import OPTIMIZERS
+from runs import make_trainer
+from zoo import CASES
+
+CASE = CASES["nnx_tied"]
+ADAM = optax.adam(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
+
+
+def plan_of(rows: int, *, optimizer: Any = ADAM, case: Any = CASE, **options: Any) -> mt.Plan:
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), case.batch(0)
+    )
+    precision = mt.Precision(compute=jnp.float32)
+    hardware = mt.card("H100")
+    return mt.plan(
+        case.build,
+        case.loss_fn,
+        optimizer,
+        batch,
+        precision=precision,
+        hardware=hardware,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, CLIPPED], ids=["immediate", "deferred"])
+def test_a_plan_is_that_of_one_host_and_the_sums_over_the_network(optimizer):
+    one = plan_of(16, optimizer=optimizer, num_gpus=2)
+    of_three = {"num_gpus": 2, "hosts": 3, "state_per_process": True}
+    free, slow = (
+        plan_of(48, optimizer=optimizer, **of_three, **network)
+        for network in ({}, {"network": "8kb/s"})
+    )
+    same = {"hardware": one.hardware, "batch_size": one.batch_size, "workload": one.workload}
+    differing = {"num_copies": 1, "summed_bytes": 0, "schedule": one.schedule}
+    assert dataclasses.replace(free, **same, **differing) == one
+    assert (free.num_copies, free.batch_size) == (3, 3 * one.batch_size)
+    # Of each byte of a gradient, a ring of three receives two thirds, to sum and again to copy.
+    assert slow.workload is not None
+    gradients = sum(slow.workload.sizes[g][Kind.GRADIENT] for g in slow.workload.trained_groups)
+    assert slow.network_bytes == slow.summed_bytes == 2 * gradients * 2 * 2 // 3
+    assert slow.seconds_per_step is not None and free.seconds_per_step is not None
+    more = slow.seconds_per_step - free.seconds_per_step
+    np.testing.assert_allclose(more, slow.network_bytes / 1000, rtol=1e-3)
+    assert slow.bound == "collectives"
+
+
+def test_weights_cross_the_network_only_if_hosts_share_the_state():
+    options = {"num_gpus": 2, "hosts": 2, "network": "1Gb/s", "microbatches": 4}
+    shared, own = (plan_of(16, state_per_process=own, **options) for own in (False, True))
+    assert own.num_devices == shared.num_devices // 2
+    assert shared.host_bytes / 2 < own.host_bytes <= shared.host_bytes  # four devices pad more
+    assert own.network_bytes < shared.network_bytes / 4
+
+
+def test_statistics_of_a_part_of_the_batch_are_refused():
+    case = CASES["batchnorm_nnx"]
+    with refuses(ValueError, "state_per_process=True", "state_per_process=False"):
+        plan_of(16, case=case, hosts=2, state_per_process=True)
+    plan_of(16, case=case, state_per_process=True)  # in a single process
+
+
+@pytest.mark.parametrize("name", ["dropout_nnx", "dropout_linen"])
+def test_each_process_has_its_microbatches_of_those_of_all(name):
+    case = CASES[name]
+    trainer = make_trainer(case, OPTIMIZERS["adam"], microbatches=4, progress=False)
+    first, variables = spec_of(trainer).first, engine_of(trainer).store.variables
+    batch, key = jax.tree.leaves(case.batch(1)), jax.random.key(3)
+
+    def begun(microbatches: int, leaves: Any, placement: Placement) -> Any:
+        step = dataclasses.replace(first, microbatches=microbatches)
+        begin = KernelCache().get(begin_kernel(step, placement))
+        return begin(variables, leaves, key, jnp.int32(5))
+
+    mesh = Mesh(jax.devices()[:1], "data")
+    whole = begun(4, batch, placed_on(mesh))
+    for copy in range(2):
+        part = [x[len(x) // 2 * copy : len(x) // 2 * (copy + 1)] for x in batch]
+        own = dataclasses.replace(placed_on(mesh), processes=Processes(2, copy), across=mesh)
+        rows, loss_seed, new = begun(2, part, own)
+        expected = whole[0][2 * copy : 2 * copy + 2], whole[1], whole[2]
+        jax.tree.map(assert_equal, (rows, loss_seed, new), expected)
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    np.testing.assert_array_equal(a, b)
