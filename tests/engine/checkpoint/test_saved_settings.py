@@ -258,7 +258,8 @@ def test_parts_of_a_checkpoint_are_taken_where_each_divides_over_the_devices(
     several: Any = SimpleNamespace(
         count=processes, is_first=True, gather=lambda where, value: [value] * processes
     )
-    found = with_saved_parts(run, tmp_path, rows, several)
+    placement: Any = SimpleNamespace(processes=several, num_processes=processes)
+    found = with_saved_parts(run, tmp_path, rows, placement)
     assert (found.microbatches, found.waves) == ((4, 2) if taken else ("auto", None))
 
 

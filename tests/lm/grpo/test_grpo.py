@@ -307,7 +307,7 @@ def batches(
     processes: Any = None,
 ) -> Any:
     """Takes the batches of some steps, counted from 1."""
-    plan = SimpleNamespace(microbatches=microbatches, num_devices=devices)
+    plan = SimpleNamespace(microbatches=microbatches, num_devices=devices, num_copies=1)
     processes = processes or among(1, 0, [])
     trainer: Any = SimpleNamespace(num_steps=0, plan=plan, flush=lambda: None, processes=processes)
     made.use(trainer)
