@@ -122,7 +122,7 @@ def test_what_is_on_the_device_never_exceeds_the_ledger(
     assert max(seen["steady"]) > 0
     assert values >= max(spec_of(trainer).first.workload.activations.values())
     assert state_on_device(trainer) + values_on_device(trainer, None) == base
-    assert bool(schedule.kept) == (which == 3)
+    assert schedule.kept or which != 3
     moved = {instruction.key for instruction in schedule.steady if instruction.op is Op.OFFLOAD}
     assert moved if which == 0 else which == 1 or not moved
 
