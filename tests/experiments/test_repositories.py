@@ -1,6 +1,6 @@
 """Repositories of others by their scripts: the steps of their own training, a stage for each block.
 
-TUNIX=<clone> BONSAI=<clone> BIG_VISION=<clone> DIT=<clone> pytest -m long \
+TUNIX=<clone> BONSAI=<clone> BIG_VISION=<clone> DIT=<clone> LEVANTER=<clone>/src pytest -m long \
     tests/experiments/test_repositories.py
 
 A clone needs the packages that it imports. KerasHub is tested where pip has installed it.
@@ -204,6 +204,29 @@ def test_dit_steps_are_those_of_its_own_trainer(monkeypatch: pytest.MonkeyPatch)
     check_equal(trainer, jax.tree.map(lambda x: x[0], state.model.params), losses)
 
 
+def test_levanter_steps_are_those_of_its_trainer_state():
+    module = script("levanter", "LEVANTER", "levanter")
+    given = dataclasses.replace(small(module), optimizer=ADAMW)
+    trainer, _ = trained(given)
+    check_streamed(trainer, "stacked", 4)
+
+    eqx, jmp = map(importlib.import_module, ("equinox", "jmp"))
+    states = importlib.import_module("levanter.trainer_state").TrainerState
+    policy, key = jmp.get_policy("f32"), jax.random.key(0)
+    state = states.init(ADAMW, given.model(), key=key, is_trainable=True, mp=policy)
+
+    @eqx.filter_jit
+    def step(state: Any, batch: Any) -> Any:
+        loss, gradients = eqx.filter_value_and_grad(given.loss_fn)(state.model, batch)
+        return state.take_step(gradients, key=key)[0], loss
+
+    losses = []
+    for batch in given.batches(STEPS):
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    check_equal(trainer, eqx.filter(state.model, eqx.is_inexact_array), losses)
+
+
 def test_kerashub_steps_are_those_of_keras():
     pytest.importorskip("keras_hub")
     keras = importlib.import_module("keras")
@@ -264,6 +287,7 @@ REPOSITORIES = {
     "bonsai": ("BONSAI", "bonsai"),
     "big_vision": ("BIG_VISION", "big_vision"),
     "dit": ("DIT", "diffusion_transformer"),
+    "levanter": ("LEVANTER", "levanter"),
     "kerashub": (),
 }
 
