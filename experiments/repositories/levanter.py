@@ -2,7 +2,7 @@
 
     git clone https://github.com/marin-community/levanter
     python experiments/repositories/levanter.py levanter/src --steps=5
-    python experiments/repositories/levanter.py levanter/src 7b --hardware="RTX 4090" --microbatches=8
+    python experiments/repositories/levanter.py levanter/src 7b --hardware="RTX 4090"
 
 A configuration is "small", or "7b", the default of Levanter's `LlamaConfig`.
 """
