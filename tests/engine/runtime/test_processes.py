@@ -20,6 +20,7 @@ from orbax.checkpoint import v1
 import megatrain_jax as mt
 import processes_state as state
 import small
+from cables import Hosts, can_make_hosts
 from device_pairs import PAIRS
 from inside import spec_of
 from megatrain_jax._src.engine import start
@@ -160,6 +161,24 @@ def test_state_goes_between_runs_that_share_it_and_runs_that_copy_it(both):
     assert first["own"]["evaluated"] == first["shared"]["evaluated"] == [3, 4, 6, 8]
     assert tells(first["error"]["raised"], "process 1", "OSError: a disk")
     assert first["written"] and not second["written"], "of copies the first process writes one"
+
+
+@pytest.mark.exhaustive
+def test_gradients_alone_cross_the_network_once_per_step_as_planned(tmp_path):
+    if not can_make_hosts():
+        pytest.skip("makes hosts: needs root and network namespaces")
+    files = [tmp_path / str(i) for i in range(2)]
+    with Hosts(2) as hosts:
+        address = f"{hosts.address}:{free_port()}"
+        script = [sys.executable, str(HELPERS / "network_bytes.py")]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+        running = [
+            subprocess.Popen(hosts.on(i, [*script, str(i), address, str(file)]), env=environment)
+            for i, file in enumerate(files)
+        ]
+        assert [process.wait(SECONDS) for process in running] == [0, 0]
+    for planned, received in (json.loads(file.read_text()) for file in files):
+        assert planned <= received < 1.05 * planned
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,51 @@
+"""A process of two that trains with all state of its own, and counts what comes over its cable.
+
+Usage: network_bytes.py INDEX ADDRESS FILE; the file gets planned bytes per step, and received ones.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import megatrain_jax as mt
+
+_WIDTH, _STEPS = 512, 4
+_CABLE = Path("/sys/class/net/veth0/statistics/rx_bytes")
+
+
+def loss_fn(params: list[np.ndarray], x: np.ndarray) -> jnp.ndarray:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def main() -> None:
+    index, address, file = sys.argv[1:]
+    mt.distributed.initialize(address, 2, int(index))
+    params = [np.eye(_WIDTH, dtype=np.float32) for _ in range(8)]
+    batch = np.full((8, _WIDTH), 1 + int(index), np.float32)
+    trainer = mt.Trainer(
+        params,
+        loss_fn,
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+        batch,
+        microbatches=4,
+        precision="float32",
+        hardware="H100",
+        state_per_process=True,
+        progress=False,
+    )
+    trainer.read(trainer.step(batch))  # connects the devices
+    before = int(_CABLE.read_text())
+    for _ in range(_STEPS):
+        trainer.read(trainer.step(batch))
+    received = (int(_CABLE.read_text()) - before) / _STEPS
+    Path(file).write_text(json.dumps([trainer.plan.network_bytes, received]))
+
+
+if __name__ == "__main__":
+    main()
