@@ -72,6 +72,7 @@ def in_processes(folder: Path, count: int, devices: int, calls: list[Any]) -> Ra
     return Ran([*map(list, zip(*found, strict=True))], [*map(list, zip(*told, strict=True))])
 
 
+PER_PROCESS = {"state_per_process": "true"}
 EVALUATED = {"held_out": 0.2, "eval_every": 3}
 
 
@@ -82,7 +83,7 @@ def options(given: Path, out: Path, **more: Any) -> list[str]:
     return [word for name, value in named.items() for word in (f"--{name}", str(value))]
 
 
-def rewarded(given: Path, out: Path) -> list[str]:
+def rewarded(given: Path, out: Path, **more: Any) -> list[str]:
     named = {
         "model": given / "tiny",
         "data": given / "prompts.jsonl",
@@ -98,6 +99,7 @@ def rewarded(given: Path, out: Path) -> list[str]:
         # Completions are drawn by logits, whose rounding differs with the number of rows.
         "compute": "float32",
     }
+    named |= {name.replace("_", "-"): value for name, value in more.items()}
     return [word for name, value in named.items() for word in (f"--{name}", str(value))]
 
 
@@ -148,6 +150,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             (["merge", str(folder / "lora/adapter"), "--out", str(folder / "merged")], None),
             (["finetune", *other], None),
             (["grpo", *rewarded(folder, folder / "rewarded")], None),
+            (["finetune", *options(given, folder / "own", **PER_PROCESS, **EVALUATED)], None),
+            (["grpo", *rewarded(folder, folder / "rewarded own", **PER_PROCESS)], None),
         ],
     )
     alone = in_processes(folder, 1, 1, [(["finetune", *again], 4)])
@@ -236,16 +240,26 @@ def test_wrong_options_are_told_by_all(runs):
 
 
 @pytest.mark.exhaustive
-def test_processes_write_and_reward_what_one_process_does(runs, tmp_path, monkeypatch):
-    assert runs.first.statuses[7] == [0, 0], runs.first.printed[7]
+def test_processes_that_each_hold_all_state_train_what_those_that_share_it_do(runs):
+    assert runs.first.statuses[8] == [0, 0], runs.first.printed[8]
+    check_near(runs.folder / "own/model", runs.folder / "whole/model")
+    own, shared = (history(runs.folder / name) for name in ("own", "whole"))
+    for name in ("loss", "eval_loss"):
+        found = [[record.get(name) for record in of] for of in (own, shared)]
+        np.testing.assert_allclose(*np.array(found, float), rtol=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("number", "name"), [(7, "rewarded"), (9, "rewarded own")])
+def test_processes_write_and_reward_what_one_process_does(number, name, runs, tmp_path):
+    assert runs.first.statuses[number] == [0, 0], runs.first.printed[number]
     assert command.main(["grpo", *rewarded(runs.folder, tmp_path / "one")]) == 0
-    mine, other = history(runs.folder / "rewarded"), history(tmp_path / "one")
+    mine, other = history(runs.folder / name), history(tmp_path / "one")
     for here, there in zip(mine, other, strict=True):
         assert here["reward"] == there["reward"] and here["tokens"] == there["tokens"]
         np.testing.assert_allclose(here["loss"], there["loss"], atol=2e-5)
     (texts, others) = (
-        (folder / "log.jsonl.txt").read_text()
-        for folder in (runs.folder / "rewarded", tmp_path / "one")
+        (folder / "log.jsonl.txt").read_text() for folder in (runs.folder / name, tmp_path / "one")
     )
     assert texts == others
 
