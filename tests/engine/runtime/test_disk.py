@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import weakref
 from collections import Counter
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -16,10 +17,12 @@ import pytest
 import megatrain_jax as mt
 from disks import ALL, CASE, counted_reads, shuffled_disks, state_on_disk
 from inside import spec_of, store_of
-from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.remembering import gc_paused
 from megatrain_jax._src.engine.checkpoint import save
 from megatrain_jax._src.engine.options.options import Options
+from megatrain_jax._src.engine.runtime.disk import Disk
+from megatrain_jax._src.engine.runtime.engine import Engine
 from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.workload import SLOTS
 from megatrain_jax._src.engine.state import drive
@@ -72,7 +75,7 @@ def test_state_on_a_disk_trains_to_the_bits_of_memory(kind: Kind | None, tmp_pat
         {"optimizer": "adamw_schedule"},
         {"microbatches": 4, "waves": 2},
         {"frozen": "bfloat16", "trainable": "layers/[12]"},
-        {"budget": None},
+        {"budget": "8MiB"},
         {"optimizer": "adamw_schedule", "compute": jnp.float16},
     ],
     ids=["at once", "waves", "frozen", "resident", "float16"],
@@ -184,6 +187,44 @@ def test_what_was_fetched_before_comes_before_what_is_fetched_next(tmp_path: Pat
     disk.abandon()
 
 
+def test_no_memory_is_reused_while_it_is_copied_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    _, trainer = pair(tmp_path)
+    disk: Any = store_of(trainer).disk
+    consume, consumed = Engine._pop_part, Counter()
+
+    def checked(engine: Engine, key: Key) -> Any:
+        part = consume(engine, key)
+        assert key not in disk._copying
+        consumed[key.kind] += key in disk
+        return part
+
+    monkeypatch.setattr(Engine, "_pop_part", checked)
+    for seed in range(2):
+        trainer.read(trainer.step(CASE.batch(seed)))
+    groups = len({key.owner for key in disk.classes})
+    assert consumed[Kind.MASTERS] == consumed[Kind.OPTIMIZER_STATE] == groups
+    assert consumed[Kind.GRADIENT] == groups + 2, "the embedding's is added to by a backward"
+
+
+def test_few_parts_wait_in_memory_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with shuffled_disks(0):
+        _, trainer = pair(tmp_path, optimizer="adamw_schedule", budget="8MiB")
+    waiting, most, write = Counter(), Counter(), Disk.write
+
+    def counted(disk: Disk, key: Key, arrays: Any) -> None:
+        number = disk.classes[key]
+        waiting[number] += 1
+        most[number] = max(most[number], waiting[number])
+        weakref.finalize(arrays[0], waiting.subtract, [number])
+        write(disk, key, arrays)
+
+    monkeypatch.setattr(Disk, "write", counted)
+    trainer.read(trainer.step(CASE.batch(0)))
+    trainer.params  # noqa: B018  # all state leaves the device at once
+    # The thread has one more, until its next job.
+    assert 0 < max(most.values()) <= SLOTS + 1 and sum(waiting.values()) <= 1
+
+
 def _open_files(folder: Path) -> int:
     """The number of files in a folder, with or without a name, that this process has open."""
     links = []
@@ -201,6 +242,8 @@ def test_the_space_of_a_dropped_trainer_is_free_again(tmp_path: Path):
         trainer.evaluate([CASE.batch(9)])
         assert _open_files(tmp_path) == 1
         held: Any = store_of(trainer).disk
+        held.follow((), [Instruction(op=Op.FETCH, key=next(iter(held.classes)))])
+        held.follow((), ())  # a read of no use
         threads = held._copies, held._drives._readers, held._drives._writers
         del trainer, held
         for pool in threads:  # whose last jobs may just be ending

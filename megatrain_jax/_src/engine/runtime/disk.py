@@ -214,7 +214,9 @@ class Disk:
             ]
             # At once for a read that has ended, and then further ones begin.
             for read in useless:
-                read.end.add_done_callback(functools.partial(self._give_back_read, read))
+                # A future keeps its callbacks, and a cycle would keep the files.
+                what = weakref.ref(self), read.key, read.arrays
+                read.end.add_done_callback(functools.partial(_give_back, *what))
             for number in self._order:
                 self._advance(number)
 
@@ -283,7 +285,7 @@ class Disk:
             place.version += 1
             place.writing = end = self._write(place.ranges, arrays)
             self._outgoing[number].append(end)
-        own = weakref.ref(self)  # a future keeps its callbacks, and a cycle would keep the files
+        own = weakref.ref(self)  # as above
         end.add_done_callback(lambda _: (disk := own()) and disk._advance(number))
 
     def abandon(self) -> None:
@@ -328,9 +330,6 @@ class Disk:
                 self._ahead[number].append(read)
             self._changed.notify_all()
 
-    def _give_back_read(self, read: _Read, _: Future) -> None:
-        self._give_back(read.key, read.arrays)
-
     def _give_back(self, key: Key, slot: Slabs) -> None:
         with self._changed:
             self._free[self.classes[key]].append(slot)
@@ -349,6 +348,11 @@ class Disk:
 
 def _elements(where: Range, aval: jax.ShapeDtypeStruct) -> range:
     return range(where.num_bytes // aval.dtype.itemsize)
+
+
+def _give_back(own: weakref.ref[Disk], key: Key, slot: Slabs, _: Future) -> None:
+    if (disk := own()) is not None:
+        disk._give_back(key, slot)
 
 
 def _all_but_next(ahead: deque[_Read], order: deque[tuple[Key, int]]) -> list[_Read]:
@@ -378,7 +382,7 @@ def _joined(jobs: Sequence[Future]) -> Future:
     left, lock = len(jobs), threading.Lock()
 
     def done(job: Future) -> None:
-        nonlocal left
+        nonlocal left, jobs
         with lock:
             left -= 1
             ends = not left
@@ -386,9 +390,10 @@ def _joined(jobs: Sequence[Future]) -> Future:
         if ends:
             errors = [error for job in jobs if (error := job.exception()) is not None]
             joined.set_exception(errors[0]) if errors else joined.set_result(None)
+            jobs = ()  # which keep this function
 
-    for job in jobs:
-        job.add_done_callback(done)
     if not jobs:
         joined.set_result(None)
+    for job in jobs:
+        job.add_done_callback(done)
     return joined

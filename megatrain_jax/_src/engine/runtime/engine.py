@@ -341,6 +341,7 @@ class Engine:
         """Sums a group's complete gradient over processes that each hold all state."""
         placement, key = self.store.placement, Key(Kind.GRADIENT, group)
         if placement.across:
+            self._transfers.settle(key)
             run = self.kernels.get(steps.summed(placement))
             joined = placement.joined(self.store.on_device.pop(key))
             self.store.on_device[key] = tuple(placement.own(run(joined)))
@@ -520,6 +521,8 @@ class Engine:
             cotangents[i] = cotangent
 
     def _pop_part(self, key: Key) -> Slabs:
+        """A part that a kernel consumes: it may write into its memory at once."""
+        self._transfers.settle(key)
         self.store.host.pop(key, None)
         return self.store.on_device.pop(key)
 
@@ -571,17 +574,14 @@ class Engine:
     def _update(self, live: LiveValues | None, group: int, task: int) -> None:
         cut, store = self.optimizer, self.store
         masters_key, state_key = Key(Kind.MASTERS, group), Key(Kind.OPTIMIZER_STATE, group)
-        self._transfers.settle((masters_key, state_key))
         # Removed here, because the kernel writes the new arrays into their memory.
-        masters = store.on_device.pop(masters_key)
-        state = store.on_device.pop(state_key, ())
+        masters = self._pop_part(masters_key)
+        state = self._pop_part(state_key) if state_key in store.on_device else ()
         if not cut.deferred:
             self._sum_over_processes(group)
         gradient = self._pop_part(Key(Kind.GRADIENT, group))
         run = self._of_group(Op.UPDATE, group, gradient[0].dtype)
         messages = [self._messages[i] for i in cut.messages[group]]
-        store.host.pop(masters_key, None)  # stale from now on
-        store.host.pop(state_key, None)
         # A deferred update runs one step after its gradient.
         ok = self._combined_ok if cut.deferred else store.ok
         draw = self._draw(group, self._combined_step if cut.deferred else store.step)

@@ -30,6 +30,7 @@ once. In a round of copies the faster way ends first, so the slower one is alone
 
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
@@ -45,6 +46,8 @@ from megatrain_jax._src.engine.state.pool import unfilled
 
 _Done = Callable[[Slabs], object]
 """A callback that receives the copies of slabs, which may not have arrived yet."""
+
+_Found = Callable[[], jax.Array | None]
 
 # For each stream, whether its copies go to the device.
 _INWARD = (True, True, False, False)
@@ -143,8 +146,8 @@ class Transfers:
         self.store = store
         self._streams = Streams(store.placement)
         # Offloads not waited for, by task: slabs that stay on the device until then, and their
-        # copies.
-        self._leaving: dict[tuple[int, Key], tuple[Slabs, Slabs]] = {}
+        # copies, which are found unless they have been written to a disk.
+        self._leaving: dict[tuple[int, Key], tuple[Slabs, Sequence[_Found]]] = {}
         # Fetched parts that are still being read from disks, in order.
         self._awaited: dict[Key, None] = {}
 
@@ -179,11 +182,10 @@ class Transfers:
                 self._bring_until(key)
         self.dispatch()
 
-    def settle(self, keys: Iterable[Key]) -> None:
-        """Waits until parts from disks are on the device, before an update reuses their memory."""
+    def settle(self, key: Key) -> None:
+        """Waits until a part from disks is on the device, before its memory there is reused."""
         if self.store.disk is not None:
-            for key in keys:
-                self.store.disk.settle(key)
+            self.store.disk.settle(key)
 
     def _bring_until(self, last: Key, *, give_up: bool = False) -> None:
         """Waits for parts from disks up to one of them, which may be given up instead."""
@@ -237,15 +239,18 @@ class Transfers:
 
         disk = self.store.disk if self.store.disk is not None and key in self.store.disk else None
         if disk is not None:
+            self.dispatch()  # what was only collected takes room, too
             disk.wait_for_room(key)
 
         # The schedule counts the source's bytes until `wait_for_offload`.
         def land(slabs: Slabs) -> None:
             if disk is not None:
                 disk.write(key, slabs)
+                # Its memory is free as soon as it is written.
+                self._leaving[task, key] = source, [*map(weakref.ref, slabs)]
             else:
                 self.store.host[key] = slabs
-            self._leaving[task, key] = source, slabs
+                self._leaving[task, key] = source, [lambda x=x: x for x in slabs]
 
         self._streams.to_host(source, land)
 
@@ -268,7 +273,7 @@ class Transfers:
         # Nothing to wait for is not an error: a steady step's waits include offloads that only some
         # preceding steps make.
         _, landed = self._leaving.pop((task, key), ((), ()))
-        jax.block_until_ready(landed)
+        jax.block_until_ready([x for found in landed if (x := found()) is not None])
 
     def rest(self) -> None:
         """Blocks until all state is in the host."""
