@@ -17,6 +17,7 @@ import pytest
 
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine import start
+from megatrain_jax._src.engine.spec.disk import classes_of
 from megatrain_jax._src.engine.spec.rescheduled import with_state_on_disk
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.state import drive
@@ -43,20 +44,8 @@ ALL = (Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.MASTERS)
 
 def parts_on_disk(spec: RunSpec, kinds: Collection[Kind]) -> dict[Key, int]:
     """All parts of some kinds, with their classes."""
-    workload, classes, found = spec.first.workload, {}, {}
-    for group, layout in enumerate(spec.layouts):
-        for kind in kinds:
-            if kind is Kind.GRADIENT and not workload.deferred:
-                continue
-            if workload.size(key := Key(kind, group)):
-                avals = layout.avals(kind, spec.first.gradient_dtypes.get(group))
-                alike = (
-                    kind,
-                    tuple((x.shape, x.dtype) for x in avals),
-                    group in spec.grouping.frozen,
-                )
-                found[key] = classes.setdefault(alike, len(classes))
-    return found
+    classes = [keys for keys in classes_of(spec) if keys[0].kind in kinds]
+    return {key: number for number, keys in enumerate(classes) for key in keys}
 
 
 @contextmanager
@@ -71,6 +60,7 @@ def state_on_disk(kinds: Collection[Kind] = ALL) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "fit_to_host", fitted)
+        patch.setattr(start, "in_memory", lambda folder: False)  # where tests write to a tmpfs
         yield
 
 

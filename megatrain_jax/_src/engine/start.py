@@ -73,7 +73,7 @@ from megatrain_jax._src.engine.spec.run_spec import RunSpec, distinct_facts
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
 from megatrain_jax._src.engine.state import pool
-from megatrain_jax._src.engine.state.drive import Drives
+from megatrain_jax._src.engine.state.drive import Drives, in_memory
 from megatrain_jax._src.engine.state.drive import measured_rates as measured_disk_rates
 from megatrain_jax._src.engine.state.hardware import Hardware, card_here, within_pools
 from megatrain_jax._src.engine.state.placement import (
@@ -89,6 +89,10 @@ from megatrain_jax._src.engine.state.pool import (
 )
 from megatrain_jax._src.engine.state.processes import PeerEndedError, Processes
 
+_IN_MEMORY = (
+    "`disk_dir`={!r} lies in the host's memory itself, so that nothing is saved by keeping state "
+    "there: give a folder of a drive (`df -T` tells)"
+)
 # A shorter start is not explained.
 _SECONDS_TO_EXPLAIN = 10.0
 
@@ -325,7 +329,10 @@ def _started(
         scaling = scaling_of(None) if spec.optimizer.is_scaled else None
         disk = None
         if spec.on_disk:
-            drives = Drives(spec.options.disk_folders)
+            folders = spec.options.disk_folders
+            if processes.is_first and (found := [*filter(in_memory, folders)]):
+                warn_of([_IN_MEMORY.format(str(found[0]))])
+            drives = Drives(folders)
             disk = Disk(drives, spec.layouts, spec.on_disk, placement, spec.first.gradient_dtypes)
         key = jax.random.key(spec.options.seed)
         store = Store(spec.layouts, placement, key, scaling, disk)

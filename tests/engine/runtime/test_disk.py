@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import tempfile
 import weakref
 from collections import Counter
 from contextlib import nullcontext, suppress
@@ -19,6 +20,7 @@ from disks import ALL, CASE, counted_reads, shuffled_disks, state_on_disk
 from inside import spec_of, store_of
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.remembering import gc_paused
+from megatrain_jax._src.engine import start
 from megatrain_jax._src.engine.checkpoint import save
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.runtime.disk import Disk
@@ -27,7 +29,7 @@ from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.workload import SLOTS
 from megatrain_jax._src.engine.state import drive
 from megatrain_jax._src.engine.state.drive import Drives
-from messages import refuses
+from messages import refuses, warns
 from optimizers import OPTIMIZERS
 from runs import check_each_continues_the_other, check_same_bits, make_trainer, train
 
@@ -340,6 +342,21 @@ def test_a_step_that_is_cut_off_gives_its_slots_back(
         disk.take(key)
     disk.abandon()  # before the copy to the device
     check_slots_come_back(trainer)  # reads that are of no use end by themselves
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs /dev/shm")
+def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with state_on_disk(), tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        monkeypatch.setattr(start, "in_memory", drive.in_memory)
+        with warns(UserWarning, "`disk_dir`", folder):
+            make_trainer(CASE, OPTIMIZERS["clip_adamw"], disk_dir=[tmp_path, f"{folder}/new/disk"])
+    mounts = tmp_path / "mounts"
+    for kind, expected in (("ext4", False), ("tmpfs", True)):
+        device = os.stat(tmp_path).st_dev
+        own = f"5 1 {os.major(device)}:{os.minor(device)} / / rw shared:1 - {kind} /dev/sda rw"
+        mounts.write_text(f"4 1 0:77 / /proc rw - proc proc rw\n{own}\n")
+        monkeypatch.setattr(drive, "_MOUNTS", mounts)
+        assert drive.in_memory(tmp_path / "later") is expected
 
 
 def test_a_full_disk_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -175,6 +175,12 @@ def test_rates_of_a_disk_are_read(given: Any, read: float, written: float):
     assert rates == (read, written) and run.has_disk
 
 
+@pytest.mark.parametrize("given", [(None, 2e9), ("2GB/s", None), (None, None)])
+def test_a_disk_has_both_rates_or_is_none(given: Any):
+    with refuses(TypeError, "`disk`"):
+        MachineOptions(disk=given)
+
+
 @pytest.mark.parametrize(("given", "fits"), [(None, True), (2**35, True), (2**30, False)])
 def test_no_more_goes_to_disks_than_the_budget_allows(given: int | None, fits: bool, tmp_path: Any):
     plan = _planned(16, disk_dir=str(tmp_path), disk_budget=given)

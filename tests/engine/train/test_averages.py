@@ -119,6 +119,21 @@ def test_a_schedule_gets_the_number_of_earlier_updates():
     check_close(trainer.ema_params, plain.opt_state[2], TOLERANCE, "average")
 
 
+@pytest.mark.parametrize(
+    ("error", "returned"),
+    [(TypeError, x) for x in ("0.9", None, np.ones(2))]
+    + [(ValueError, x) for x in (2.0, 1, -0.5, float("nan"), jnp.float32(1))],
+)
+def test_a_schedule_that_returns_no_decay_is_refused(error, returned):
+    with refuses(error, "`ema_decay`"):
+        small.trainer(ema_decay=lambda step: returned)
+
+
+def test_a_schedule_that_can_t_be_traced_is_refused():
+    with refuses(ValueError, "`ema_decay`"):
+        small.trainer(ema_decay=lambda step: 0.5 if step > 3 else 0.1)
+
+
 def averaged_loss(trainer: mt.Trainer, seed: int) -> float:
     return float(small.loss_fn(trainer.ema_params, small.batch(seed)))
 

@@ -626,11 +626,15 @@ def _rate(name: str, value: Any) -> float | None:
 
 def _disk_rates(value: Any) -> Any:
     """Bytes per second read and written, from a number or from text; None without disks."""
+    if value is None:
+        return None
     if isinstance(value, str):
         return read_and_write_rates("disk", value)
     pair = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
+    if None in pair:
+        raise TypeError(refused("disk", 'both rates, as in "7GB/s read, 2GB/s write"', value))
     read, written = (_rate("disk", rate) for rate in pair)
-    return None if read is None or written is None else (read, written)
+    return read, written
 
 
 def _disk_dir(value: Any) -> tuple[str, ...] | None:

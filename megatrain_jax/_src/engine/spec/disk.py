@@ -21,16 +21,8 @@ from megatrain_jax._src.engine.spec.run_spec import RunSpec
 _IN_ORDER = Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.MASTERS
 
 
-def state_for_disks(spec: RunSpec, num_bytes: int) -> Mapping[Key, int] | None:
-    """The parts to put on disks, each with the number of its class.
-
-    Args:
-        spec: The run.
-        num_bytes: Bytes per device that the host's memory lacks.
-
-    Returns:
-        The parts; None if even all of them free too little.
-    """
+def classes_of(spec: RunSpec) -> list[list[Key]]:
+    """The parts that may rest on disks, by class, in the order in which they are put there."""
     workload, frozen = spec.first.workload, spec.grouping.frozen
     # Gradients of immediate updates are consumed where they are made.
     kinds = _IN_ORDER if workload.deferred else tuple(k for k in _IN_ORDER if k in LASTING)
@@ -47,9 +39,23 @@ def state_for_disks(spec: RunSpec, num_bytes: int) -> Mapping[Key, int] | None:
         size = len(keys) * workload.size(first)
         return first.owner not in frozen, _IN_ORDER.index(first.kind), -size
 
+    return sorted(classes.values(), key=order)
+
+
+def state_for_disks(spec: RunSpec, num_bytes: int) -> Mapping[Key, int] | None:
+    """The parts to put on disks, each with the number of its class.
+
+    Args:
+        spec: The run.
+        num_bytes: Bytes per device that the host's memory lacks.
+
+    Returns:
+        The parts; None if even all of them free too little.
+    """
+    workload = spec.first.workload
     found: dict[Key, int] = {}
     lacking = num_bytes
-    for number, keys in enumerate(sorted(classes.values(), key=order)):
+    for number, keys in enumerate(classes_of(spec)):
         size, slots = workload.size(keys[0]), workload.slots(keys[0])
         if lacking <= 0:
             break

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from megatrain_jax._src.common.host_memory import read_text
 from megatrain_jax._src.common.sizes import sized
 
 _PIECE_BYTES = 2**23
@@ -34,6 +35,7 @@ _ALIGNMENT = 4096
 _THREADS = 4
 # Bytes copied each way to measure a drive.
 _MEASURED_BYTES = 2**29
+_MOUNTS = Path("/proc/self/mountinfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +245,17 @@ def _unnamed_file(folder: Path) -> int:
         file = os.open(path, flags, 0o600)
     path.unlink()
     return file
+
+
+def in_memory(folder: Path) -> bool:
+    """Whether a folder, or the one that it will be made in, lies in the host's memory itself."""
+    while not folder.exists():
+        folder = folder.parent
+    device = folder.stat().st_dev
+    own = f"{os.major(device)}:{os.minor(device)}"
+    rows = (row.partition(" - ") for row in (read_text(_MOUNTS) or "").splitlines())
+    kinds = [kind.split()[0] for mount, _, kind in rows if mount.split()[2] == own]
+    return any(kind in ("ramfs", "tmpfs") for kind in kinds)
 
 
 def measured_rates(folders: Sequence[Path]) -> tuple[float, float]:

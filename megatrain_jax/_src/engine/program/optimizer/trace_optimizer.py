@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.effects import has_side_effects
 from megatrain_jax._src.engine.program.layers.blocks import Leaf, assemble
@@ -143,10 +144,13 @@ def trace_optimizer(
             state is then an `AveragedState`.
 
     Raises:
+        TypeError: `ema_decay` returns no number.
         ValueError: It can't be traced, it changes the form of its state or of a parameter, or it
             has effects.
     """
     tx = optax.with_extra_args_support(optimizer)
+    if callable(ema_decay):
+        _check_schedule(ema_decay)
 
     def initial(params):
         params = params_tree(params)
@@ -219,6 +223,28 @@ def _averaged(state: AveragedState, params: Any, own: Any, decay: Decay) -> Aver
     now: Any = decay(state.ema_count) if callable(decay) else decay
     average = optax.incremental_update(params, state.ema, 1 - now)
     return AveragedState(average, state.ema_count + 1, own)
+
+
+def _check_schedule(schedule: Callable[[Any], Any]) -> None:
+    """Checks what a schedule of `ema_decay` returns, which a step would only trace.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is no decay, or the schedule can't be traced.
+    """
+    found = []
+    try:
+        jax.eval_shape(lambda n: found.append(schedule(n)), jax.ShapeDtypeStruct((), jnp.int32))
+    except Exception as error:
+        raise ValueError(
+            f"`ema_decay` can't be traced with a step count ({type(error).__name__}: {error})"
+        ) from error
+    (now,), allowed = found, "a schedule that returns a number from 0 to less than 1"
+    if not isinstance(now, jax.Array | np.ndarray | np.number | float | int) or np.shape(now):
+        raise TypeError(refused("ema_decay", allowed, schedule, f"it returns {now!r}"))
+    # Others depend on the step.
+    if jx.leaked_tracer(found) is None and not 0 <= now < 1:
+        raise ValueError(refused("ema_decay", allowed, schedule, f"it returns {now}"))
 
 
 # Messages with which Optax asks for a function of the parameters.
