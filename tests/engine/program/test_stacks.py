@@ -72,6 +72,12 @@ def by_hand(x, w, take=lambda a, i: a[i]):
     return x
 
 
+def by_short_scans(x, w):
+    for i in range(LAYERS):
+        x = scanned(x, tree(lambda a, i=i: a[i : i + 1], w))
+    return x
+
+
 def grouped(x, w):
     w = tree(lambda a: a.reshape(2, LAYERS // 2, *a.shape[1:]), w)
     return lax.scan(lambda x, w: (scanned(x, w), None), x, w)[0]
@@ -169,6 +175,7 @@ FORMS: dict[str, tuple[Callable, Callable]] = {
         ),
     ),
     "first_by_hand": (lambda a: a, two_ends),
+    "by_short_scans": (lambda a: a, by_short_scans),
     "cast": (lambda a: a, lambda x, w: by_hand(x, tree(lambda a: a * 2.0 / 2.0, w))),
 }  # fmt: skip
 
@@ -212,6 +219,26 @@ def test_layers_are_stages_as_those_of_a_plain_scan(name):
     np.testing.assert_allclose(staged(), whole(), rtol=1e-5)
     sizes = {sum(jx.num_elements(leaves[i]) for i in s.leaves) for s in program.stages[1:-1]}
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_single_layer_in_a_scan_is_a_block(axis):
+    # Such as the first layers of a mixture of experts, which have none and a scan of their own.
+    names = {"gain": "gain", "up": "dense_0", "bias": "bias", "down": "dense_1"}
+
+    def loss(params, batch):
+        first = {name: jnp.moveaxis(params["first"][names[name]], axis, 0) for name in names}
+        x = scanned(params["embed"][batch["tokens"]] + params["class"], first)
+        return jnp.mean((scanned(x, params["layers"]) @ params["head"]) ** 2)
+
+    first = {names[name]: jnp.moveaxis(x, 0, axis) for name, x in init(1)["layers"].items()}
+    params = {**init(), "first": first, "class": jnp.ones((1, DIM))}
+    program, leaves, staged, whole = cut(params, loss)
+    found = [stage.name for stage in program.stages if stage.is_block]
+    assert found == ["first.0", *(f"layers.{k}" for k in range(LAYERS))]
+    assert not program.warnings
+    assert {leaf.name: leaf.index for leaf in leaves}["class"] == ()
+    np.testing.assert_allclose(staged(), whole(), rtol=1e-5)
 
 
 def while_loop(x, w):

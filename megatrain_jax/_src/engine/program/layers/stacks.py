@@ -4,8 +4,9 @@ Models often keep layers in one array: `w` of shape (layers, ...) that a `scan` 
 slices. To stream such a model, each layer's slice must become a separate leaf in its own block.
 This module finds the axes of layers, from the reads of a traced loss (`Reads`).
 
-The axis 0 of a `scan` over a parameter has layers. Any further slicing (by hand, by a loop's
-counter, along another axis) counts as layers only if all of these hold:
+The axis 0 of a `scan` over a parameter has layers; so has any axis of length 1 that a `scan` takes.
+Any further slicing (by hand, by a loop's counter, along another axis) counts as layers only if all
+of these hold:
 
 - every use of the parameter takes one slice, and every slice is used;
 - each slice is read after the one before it: experts, or query, key and value, are not;
@@ -122,7 +123,9 @@ class Reads:
 
     Attributes:
         reads: All reads, in the order of their equations.
-        scans: For each scan over plain parameters along axis 0, these parameters.
+        scans: For each scan over plain parameters along axis 0, these parameters; for each scan
+            with one trip, all parameters that it takes.
+        single: For the parameters of scans with one trip, the axis that is scanned.
         mixed: For (parameter, axis), the name of an equation that takes several slices together.
         remade: Parameters with slices mixed in an array that a scan takes slice by slice.
         looped: Parameters sliced by the counter of a loop that is not unrolled.
@@ -132,10 +135,12 @@ class Reads:
         """Walks a loss; its inputs are constants, then parameters, then data."""
         self.reads: list[Read] = []
         self.scans: list[tuple[int, ...]] = []
+        self.single: dict[int, int] = {}
         self.mixed: dict[tuple[int, int], str] = {}
         self.remade: set[int] = set()
         self.looped: set[int] = set()
-        inputs = enumerate(traced.jaxpr.invars[len(traced.consts) :])
+        inputs = [*enumerate(traced.jaxpr.invars[len(traced.consts) :])]
+        self._shapes = [v.aval.shape for _, v in inputs[:num_parameters]]
         trails = [_parameter(p, v.aval.shape) if p < num_parameters else _DATA for p, v in inputs]
         self._call(jx.Body(traced.jaxpr, traced.consts), trails)
 
@@ -175,12 +180,18 @@ class Reads:
     def _is_over_layers(self, eqn, ins) -> bool:
         """Whether to walk a scan iteration by iteration; notes a scan over plain parameters."""
         xs = [v for x in jx.scan_operands(eqn, ins)[2] for v in x.views if v.axes[:1] == (0,)]
-        scanned = [v.parameter for v in xs if v.plain and not v.axis]
+        if eqn.params["length"] == 1:
+            single = {v.parameter: v.axis for v in xs if self._shapes[v.parameter][v.axis] == 1}
+            self.single.update(single)
+            scanned = [*single]
+        else:
+            scanned = [v.parameter for v in xs if v.plain and not v.axis]
         if scanned and (leaves := tuple(dict.fromkeys(scanned))) not in self.scans:
             self.scans.append(leaves)
         stacked = [any(map(self._is_candidate, x.views)) for x in ins]
         integers = [x.integers is not None for x in ins]
-        return any(map(self._is_candidate, xs)) or reads_by_counter(eqn, stacked, integers)
+        over_layers = eqn.params["length"] == 1 and scanned or any(map(self._is_candidate, xs))
+        return bool(over_layers) or reads_by_counter(eqn, stacked, integers)
 
     def _unrolled(self, eqn, ins):
         """Walks a scan's body once per iteration, in execution order."""
@@ -238,7 +249,6 @@ def _parameter(p: int, shape: tuple[int, ...]) -> _Trail:
     views = [
         _View(parameter=p, axis=axis, grid=_positions(n), axes=(axis,), plain=True)
         for axis, n in enumerate(shape)
-        if n > 1
     ]
     return _Trail(views=tuple(views), parameters=frozenset((p,)))
 
@@ -414,7 +424,7 @@ class _Finder:
         (3, layers, ...) with queries, keys and values, axis 1 alone.
         """
         taken = self.taken[p]
-        read = {axis for _, at in taken for axis in at}
+        read = {axis for _, at in taken for axis in at if self.shapes[p][axis] > 1}
         mixed, is_plain = self.found.mixed, p in self.plain
         axes = sorted(a for a in read if (p, a) not in mixed or a == 0 and is_plain)
         # More axes first: they give smaller slices, each with its own read.
@@ -466,7 +476,7 @@ class _Finder:
                 stacks.append(stack)
         return stacks
 
-    def _scanned(self, leaves: Sequence[int]) -> Stack:
+    def _scanned(self, leaves: tuple[int, ...]) -> Stack:
         """The stack of one scan over these parameters along axis 0.
 
         If its body also takes all of them slice by slice along a further axis, one after another,
@@ -475,14 +485,18 @@ class _Finder:
         known = [self.sliced[p] for p in leaves if p in self.sliced]
         orders = {frozenset(s.order) for s in known}
         grouped = len(known) == len(leaves) and len(orders) == 1
+        single = {p: axis for p, axis in self.found.single.items() if p in leaves}
         axes = (0,)
         if grouped and all(self._in_series(s.reads) for s in known):
             own = sliced_axes(known[0].order[0])
-            axes = own if own[0] == 0 else axes
+            axes = own if single or own[0] == 0 else axes
+        if single and axes == (0,):
+            slices = {p: (index_of((axis,), (0,)),) for p, axis in single.items()}
+            return Stack(slices=slices, layers=(index_of(axes, (0,)),), named=leaves, scanned=True)
         shape = [self.shapes[leaves[0]][axis] for axis in axes]
         layers = tuple(index_of(axes, place) for place in np.ndindex(*shape))
         slices = dict.fromkeys(leaves, layers)
-        return Stack(slices=slices, layers=layers, named=tuple(leaves), scanned=True)
+        return Stack(slices=slices, layers=layers, named=leaves, scanned=True)
 
     def _in_series(self, reads: Sequence[int]) -> bool:
         """Whether each slice is read after the one before it, given all reads of each."""
