@@ -100,7 +100,7 @@ def test_steps_whose_copies_take_turns_give_the_same_bits(monkeypatch):
     plain = make_trainer(case, OPTIMIZERS["clip_adamw"], **options)
     expected = train(plain, batches, gradients=False)
     with monkeypatch.context() as patch:
-        patch.setattr("megatrain_jax._src.engine.start.placed_on", lambda mesh: placed("gpu"))
+        patch.setattr("megatrain_jax._src.engine.start.placed_on", lambda mesh, **_: placed("gpu"))
         patch.setattr("megatrain_jax._src.engine.state.pool.reserve", lambda *need: None)
         trainer = make_trainer(case, OPTIMIZERS["clip_adamw"], **options)
     passed, put = [], jax.device_put

@@ -474,7 +474,7 @@ def test_a_limit_of_pools_holds_for_each_process_of_a_host(hardware, num_here, m
     placement = on_one_device()
     monkeypatch.setattr(placement.processes, "num_here", num_here)
     monkeypatch.setattr(start, "card_here", lambda: machine)
-    monkeypatch.setattr(start, "placed_on", lambda mesh: placement)
+    monkeypatch.setattr(start, "placed_on", lambda mesh, **_: placement)
     monkeypatch.setattr(pool, "available_process_bytes", lambda *of: 800 * GIB)
     monkeypatch.setenv(pool.LIMIT_VARIABLE, "3")
     run, _, _ = start.on_this_machine(Options(hardware=hardware))

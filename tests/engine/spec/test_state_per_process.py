@@ -14,6 +14,7 @@ import megatrain_jax as mt
 from inside import engine_of, spec_of
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.spec.host import BETWEEN_PROCESSES_BYTES, COMMUNICATION_BYTES
 from megatrain_jax._src.engine.spec.step_kernels import begin_kernel
 from megatrain_jax._src.engine.state.placement import Placement, placed_on
 from megatrain_jax._src.engine.state.processes import Processes
@@ -54,6 +55,10 @@ def test_a_plan_is_that_of_one_host_and_the_sums_over_the_network(optimizer):
     )
     same = {"hardware": one.hardware, "batch_size": one.batch_size, "workload": one.workload}
     differing = {"num_copies": 1, "summed_bytes": 0, "schedule": one.schedule}
+    assert one.host_process_bytes is not None and free.host_process_bytes is not None
+    more = BETWEEN_PROCESSES_BYTES - COMMUNICATION_BYTES
+    assert free.host_process_bytes - one.host_process_bytes == more
+    same |= {name: getattr(one, name) for name in ("host_process_bytes", "host_fixed_bytes")}
     assert dataclasses.replace(free, **same, **differing) == one
     assert (free.num_copies, free.batch_size) == (3, 3 * one.batch_size)
     # Of each byte of a gradient, a ring of three receives two thirds, to sum and again to copy.

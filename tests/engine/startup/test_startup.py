@@ -136,7 +136,7 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
         noted(starts, name)
     made = placed_on(Mesh(jax.devices()[:1], "data"))
     on_gpu = dataclasses.replace(made, platform="gpu")
-    monkeypatch.setattr("megatrain_jax._src.engine.start.placed_on", lambda mesh: on_gpu)
+    monkeypatch.setattr("megatrain_jax._src.engine.start.placed_on", lambda mesh, **_: on_gpu)
     monkeypatch.setattr(starts, "_SECONDS_TO_EXPLAIN", 0)
     monkeypatch.setattr(starts, "pins_small_pages", lambda: True)
     monkeypatch.setattr(starts, "advice_on_pages", lambda of: events.append("advice") or "Advice")

@@ -135,8 +135,10 @@ def host_process(spec: RunSpec, num_processes: int, processes_per_host: int) -> 
     total = machine and machine.assumed_host_bytes
     lists = own * machine.list_bytes if machine else 0
     unpinned = _BATCHES * batch_bytes(spec.first.program, spec.first.microbatches) // num_processes
-    if spec.first.num_devices > 1:
-        unpinned += COMMUNICATION_BYTES if num_processes == 1 else BETWEEN_PROCESSES_BYTES
+    if num_processes > 1 or options.state_per_process:
+        unpinned += BETWEEN_PROCESSES_BYTES
+    elif spec.first.num_devices > 1:
+        unpinned += COMMUNICATION_BYTES
     return HostProcess(
         num_devices=own,
         total_bytes=total,
