@@ -1,12 +1,13 @@
 """Repositories of others by their scripts: the steps of their own training, a stage for each block.
 
-TUNIX=<clone> BONSAI=<clone> BIG_VISION=<clone> DIT=<clone> LEVANTER=<clone>/src pytest -m long \
-    tests/experiments/test_repositories.py
+TUNIX=<clone> BONSAI=<clone> BIG_VISION=<clone> DIT=<clone> LEVANTER=<clone>/src \
+    MAXTEXT=<clone>/src pytest -m long tests/experiments/test_repositories.py
 
 A clone needs the packages that it imports. KerasHub is tested where pip has installed it.
 """
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import os
@@ -227,6 +228,34 @@ def test_levanter_steps_are_those_of_its_trainer_state():
     check_equal(trainer, eqx.filter(state.model, eqx.is_inexact_array), losses)
 
 
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_maxtext_steps_are_those_of_its_train_step(scan_layers: bool):
+    module = script("maxtext", "MAXTEXT", "maxtext")
+    module.SMALL |= {"scan_layers": scan_layers, "adam_eps": 1e-3, "learning_rate": 1e-4}
+    module.SMALL |= {"learning_rate_schedule_steps": 10, "warmup_steps_fraction": 0.2}
+    given = small(module)
+    trainer, _ = trained(given)
+    check_streamed(trainer, r"layers[._]\d", 4)
+
+    config, train = module.configured("small", 4), module.part("maxtext.trainers.pre_train.train")
+    utils = module.part("maxtext.utils.maxtext_utils")
+    tx = module.part("maxtext.optimizers.optimizers").get_optimizer(
+        config, utils.create_learning_rate_schedule(config)
+    )
+    model = given.model()
+    states = module.part("maxtext.common.train_state_nnx")
+    whole = states.TrainStateNNX(model, nnx.Optimizer(model, tx, wrt=nnx.Param))
+    definition, state = nnx.split(whole)
+    step = jax.jit(
+        lambda state, batch: train.train_step(definition, config, None, None, state, batch)
+    )
+    losses = []
+    for batch in given.batches(STEPS):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["scalar"]["learning/loss"]))
+    check_equal(trainer, nnx.state(nnx.merge(definition, state).model, nnx.Param), losses)
+
+
 def test_kerashub_steps_are_those_of_keras():
     pytest.importorskip("keras_hub")
     keras = importlib.import_module("keras")
@@ -288,6 +317,7 @@ REPOSITORIES = {
     "big_vision": ("BIG_VISION", "big_vision"),
     "dit": ("DIT", "diffusion_transformer"),
     "levanter": ("LEVANTER", "levanter"),
+    "maxtext": ("MAXTEXT", "maxtext"),
     "kerashub": (),
 }
 
