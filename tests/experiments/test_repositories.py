@@ -7,7 +7,6 @@ A clone needs the packages that it imports. KerasHub is tested where pip has ins
 """
 
 import dataclasses
-import functools
 import importlib
 import importlib.util
 import os
