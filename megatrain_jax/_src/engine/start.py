@@ -16,10 +16,12 @@ pool and would make it grow in small steps.
 """
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +32,7 @@ from megatrain_jax._src.common.activity import doing, progressed
 from megatrain_jax._src.common.host_memory import available_bytes, return_freed_memory
 from megatrain_jax._src.common.progress import Phases, tqdm
 from megatrain_jax._src.common.remembering import gc_paused, remembering
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
 from megatrain_jax._src.engine.adapt.initial_values import InitialValues
 from megatrain_jax._src.engine.kernels.cache import KernelCache
@@ -55,6 +58,7 @@ from megatrain_jax._src.engine.spec.host import (
     peak_bytes,
     process_base_bytes,
     state_bytes,
+    within_pinned,
 )
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.engine.spec.measured import (
@@ -83,6 +87,7 @@ from megatrain_jax._src.engine.state.placement import (
     placed_on,
 )
 from megatrain_jax._src.engine.state.pool import (
+    PinningRefusedError,
     advice_on_pages,
     pins_small_pages,
     warning_of_little,
@@ -92,6 +97,13 @@ from megatrain_jax._src.engine.state.processes import PeerEndedError, Processes
 _IN_MEMORY = (
     "`disk_dir`={!r} lies in the host's memory itself, so that nothing is saved by keeping state "
     "there: give a folder of a drive (`df -T` tells)"
+)
+# A folder in ordinary memory, for state that can't be pinned.
+_SHARED_MEMORY = Path("/dev/shm")
+_LITTLE_PINNED = (
+    "the system pinned {} of host memory and refused more, so the rest of the state rests in "
+    "ordinary memory (in /dev/shm), from where it is copied through pinned memory: that takes "
+    "longer. See `disk_dir`"
 )
 # A shorter start is not explained.
 _SECONDS_TO_EXPLAIN = 10.0
@@ -256,9 +268,19 @@ def start(
         )
     try:
         with doing("starting a run"):
-            spec, engine = _started(
-                spec, placement, initial, sample_batch, progress, has_gpu, phases
+            started = functools.partial(
+                _started, placement, initial, sample_batch, progress, has_gpu, phases
             )
+            try:
+                spec, engine = started(spec)
+            except PinningRefusedError as error:
+                if spec.options.disk_folders or placement.processes.count > 1:
+                    raise
+                if not (_SHARED_MEMORY.is_dir() and in_memory(_SHARED_MEMORY)):
+                    raise
+                warn_of([_LITTLE_PINNED.format(sized(error.num_pinned))])
+                num_bytes = error.num_pinned * len(placement.local_devices)
+                spec, engine = started(within_pinned(spec, num_bytes, _SHARED_MEMORY))
     except PeerEndedError:
         raise
     except BaseException as error:
@@ -272,13 +294,13 @@ def start(
 
 
 def _started(
-    spec: RunSpec,
     placement: Placement,
     initial: InitialValues,
     sample_batch: Any,
     progress: bool,
     has_gpu: bool,
     phases: Phases,
+    spec: RunSpec,
 ) -> tuple[RunSpec, Engine]:
     """See `start`."""
     kernels, processes = empty_kernel_cache(spec, placement), placement.processes
@@ -330,7 +352,8 @@ def _started(
         disk = None
         if spec.on_disk:
             folders = spec.options.disk_folders
-            if processes.is_first and (found := [*filter(in_memory, folders)]):
+            found = [x for x in folders if x != _SHARED_MEMORY and in_memory(x)]
+            if processes.is_first and found:
                 warn_of([_IN_MEMORY.format(str(found[0]))])
             drives = Drives(folders)
             disk = Disk(drives, spec.layouts, spec.on_disk, placement, spec.first.gradient_dtypes)

@@ -27,7 +27,7 @@ from megatrain_jax._src.engine.runtime.disk import Disk
 from megatrain_jax._src.engine.runtime.engine import Engine
 from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.workload import SLOTS
-from megatrain_jax._src.engine.state import drive
+from megatrain_jax._src.engine.state import drive, pool
 from megatrain_jax._src.engine.state.drive import Drives
 from messages import refuses, warns
 from optimizers import OPTIMIZERS
@@ -357,6 +357,31 @@ def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.Mon
         mounts.write_text(f"4 1 0:77 / /proc rw - proc proc rw\n{own}\n")
         monkeypatch.setattr(drive, "_MOUNTS", mounts)
         assert drive.in_memory(tmp_path / "later") is expected
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs /dev/shm")
+def test_state_that_can_t_be_pinned_rests_in_ordinary_memory(monkeypatch: pytest.MonkeyPatch):
+    memory = make_trainer(CASE, OPTIMIZERS["clip_adamw"], budget="minimum")
+    asked: list[int] = []
+
+    def refusing(placement: Any, num_bytes: int, *_: Any) -> None:
+        asked.append(num_bytes)
+        if len(asked) == 1:
+            raise pool.PinningRefusedError("the system refused more", num_bytes // 2)
+
+    with state_on_disk():
+        fitted = start.fit_to_host
+        monkeypatch.setattr(
+            start,
+            "fit_to_host",
+            lambda spec, *_: fitted(spec) if spec.options.disk_folders else spec,
+        )
+        monkeypatch.setattr(start, "in_memory", drive.in_memory)
+        monkeypatch.setattr(pool, "reserve", refusing)
+        with warns(UserWarning, "pinned", "`disk_dir`", "/dev/shm"):
+            little = make_trainer(CASE, OPTIMIZERS["clip_adamw"], budget="minimum")
+    assert len(asked) == 2 and spec_of(little).on_disk
+    check_alike(memory, little)
 
 
 def test_a_full_disk_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from disks import ALL, parts_on_disk
 from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.engine.options.options import MachineOptions, Options
 from megatrain_jax._src.engine.schedule.workload import SLOTS
+from megatrain_jax._src.engine.spec import host
 from megatrain_jax._src.engine.spec.costs import disk_link
 from megatrain_jax._src.engine.spec.disk import state_for_disks
 from megatrain_jax._src.engine.spec.host import fit_new_shape_to_host, fit_to_host
@@ -150,8 +152,6 @@ def test_a_host_that_suffices_needs_no_disk():
 def test_a_refusal_says_what_a_disk_would_do(
     given: Any, named: str, monkeypatch: pytest.MonkeyPatch
 ):
-    from megatrain_jax._src.engine.spec import host
-
     spec = make_spec(CASE, lambda _: CLIPPED, hardware=MACHINE)
     small = dataclasses.replace(spec.options, host_budget=2**32 + 2**20, **given)
     monkeypatch.setattr(host.HostProcess, "needed", lambda self, n: n + 2**32 - 2**25)
@@ -186,6 +186,22 @@ def test_no_more_goes_to_disks_than_the_budget_allows(given: int | None, fits: b
     plan = _planned(16, disk_dir=str(tmp_path), disk_budget=given)
     assert plan.fits_host is fits
     assert not fits or given is None or plan.disk_bytes <= given
+
+
+def test_what_can_t_be_pinned_rests_in_a_folder_in_memory(monkeypatch: pytest.MonkeyPatch):
+    free, machine = 40 * 2**30, dataclasses.replace(MACHINE, host_bytes=64 * 2**30)
+    spec = make_spec(CASE, lambda _: CLIPPED, hardware=machine)
+    monkeypatch.setattr(host, "available_bytes", lambda: free)
+    whole = fit_to_host(spec)
+    assert whole is not None and not whole.on_disk
+    needed = host.host_process(whole, 1, 1).pool_bytes(host.peak_bytes(whole.first))
+    limited = host.within_pinned(spec, needed // 2, Path("/dev/shm"))
+    found = fit_to_host(limited)
+    assert found is not None and found.on_disk
+    process, peak = host.host_process(found, 1, 1), host.peak_bytes(found.first)
+    assert process.pool_bytes(peak) <= needed // 2
+    assert limited.options.host_bytes is not None and limited.options.disk_bytes is not None
+    assert limited.options.host_bytes + limited.options.disk_bytes == free
 
 
 @pytest.mark.parametrize("rows", [8, 256])

@@ -25,8 +25,9 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from megatrain_jax._src.common.host_memory import resident_bytes
+from megatrain_jax._src.common.host_memory import available_bytes, resident_bytes
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.schedule.memory_demand import least_bytes, most_that_fit
@@ -304,6 +305,26 @@ def _least(*limits: int | None) -> int | None:
 def process_base_bytes() -> int:
     """Bytes of this process before a run, and of the compiler; see `RunSpec.base_bytes`."""
     return resident_bytes() + _COMPILING
+
+
+def within_pinned(spec: RunSpec, num_pinned: int, folder: Path) -> RunSpec:
+    """The run in a process that can pin only so many bytes; the rest of its state has a folder.
+
+    Args:
+        spec: The run, of one process.
+        num_pinned: Bytes that its pools can have in all.
+        folder: A folder that lies in the host's memory.
+    """
+    process = host_process(spec, 1, 1)
+    arrays = most_that_fit(
+        num_pinned >> _MIB_BITS, lambda mib: process.pool_bytes(mib << _MIB_BITS) <= num_pinned
+    )
+    budget = process.needed(arrays << _MIB_BITS)
+    rest = max(0, available_bytes() - budget)
+    options = dataclasses.replace(
+        spec.options, host_budget=budget, disk_dir=folder, disk_budget=rest
+    )
+    return dataclasses.replace(spec, options=options)
 
 
 def check_host(spec: RunSpec, num_processes: int, processes_per_host: int) -> None:

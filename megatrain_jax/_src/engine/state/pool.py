@@ -109,6 +109,19 @@ def advice_on_pages(num_bytes: int, setting: Path = _HUGE_PAGES) -> str | None:
     )
 
 
+class PinningRefusedError(MemoryError):
+    """Raised if the system refuses to pin as much host memory as training needs.
+
+    Attributes:
+        num_pinned: Bytes that it has pinned for a device.
+    """
+
+    def __init__(self, message: str, num_pinned: int):
+        """Makes the error with its message."""
+        super().__init__(message)
+        self.num_pinned = num_pinned
+
+
 def pinnable_bytes(kernel: Path = _KERNEL) -> int | None:
     """Returns the known limit of memory that this system can pin in total.
 
@@ -128,8 +141,9 @@ def warning_of_little(num_bytes: int, kernel: Path = _KERNEL) -> str | None:
         return None
     return (
         f"training pins {sized(num_bytes)} of host memory or more, and Windows' subsystem for "
-        f"Linux was seen to pin about {sized(limit)} in all: if the system refuses the rest, the "
-        "run ends and says how much was pinned. A Linux system of its own has no such limit"
+        f"Linux was seen to pin about {sized(limit)} in all: if the system refuses the rest, it "
+        "rests in ordinary memory, and copies take longer. A Linux system of its own has no such "
+        "limit"
     )
 
 
@@ -582,7 +596,7 @@ def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> No
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         if pool_bytes + taken + size <= min(_DEFAULT_LIMIT, limit_in_force()):
-            raise MemoryError(refusal(taken, size, num_bytes)) from error
+            raise PinningRefusedError(refusal(taken, size, num_bytes), taken) from error
         raise MemoryError(
             f"Training needs {sized(num_bytes)} in host memory, more than JAX's pinned-host pool "
             "may still take. Its limit is fixed when JAX's backend starts, to 64 GiB unless "
