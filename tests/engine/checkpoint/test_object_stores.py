@@ -329,6 +329,33 @@ def test_the_lock_of_a_process_of_this_machine_that_has_ended_is_taken_at_once(p
     assert names(place) == ["1"]
 
 
+def test_the_lock_of_a_machine_that_is_not_known_is_waited_for(place, monkeypatch):
+    monkeypatch.setattr(object_workspace, "_machine", lambda: "")
+    monkeypatch.setattr(object_workspace, "_DEAD_SECONDS", 0)
+    lock = place / "megatrain-unfinished" / "lock"
+    lock.write_text(json.dumps({"pid": 2**22 + 1, "machine": ""}))
+    with warns(UserWarning, place, "died"):
+        small.fit(str(place), 1)
+
+
+def test_a_lock_that_is_given_back_meanwhile_is_taken(place, monkeypatch):
+    monkeypatch.setattr(object_workspace, "_LOOK_SECONDS", 0.0)
+    lock = place / "megatrain-unfinished" / "lock"
+    lock.write_text(json.dumps({"pid": 17, "host": "elsewhere", "since": "2026"}))
+    read = ObjectPath.read_version
+
+    def read_once(path):
+        found = read(path)
+        monkeypatch.setattr(ObjectPath, "read_version", read)
+        lock.unlink()
+        return found
+
+    monkeypatch.setattr(ObjectPath, "read_version", read_once)
+    with warns(UserWarning, place, "died"):
+        small.fit(str(place), 1)
+    assert names(place) == ["1"]
+
+
 def test_a_run_whose_lock_was_taken_over_publishes_nothing_more(place):
     lock = place / "megatrain-unfinished" / "lock"
 

@@ -114,6 +114,11 @@ def test_a_schedule_by_other_times_keeps_to_the_memory_of_the_host():
     after = reschedule(timed, before, budget, room)
     assert after.transient_bytes <= room and after.steady != before.steady
     run_everything(timed, after)
+    # What a schedule takes is there, whatever room is beside it.
+    wide = find_schedule(workload, budget)
+    assert wide.transient_bytes > room
+    own = reschedule(timed, wide, budget, wide.transient_bytes)
+    assert own.transient_bytes > room and reschedule(timed, wide, budget, 0) == own
 
 
 class RandomTimer:

@@ -5,6 +5,7 @@ others, so that no order of checks is privileged.
 """
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -29,7 +30,8 @@ from jax.sharding import AbstractMesh, Mesh
 import megatrain_jax as mt
 from megatrain_jax import callbacks
 from megatrain_jax._src.common import checks, other_libraries, outside
-from megatrain_jax._src.engine.options.options import Options
+from megatrain_jax._src.engine.options.options import LoopOptions, Options
+from megatrain_jax._src.engine.spec.run_spec import RunSpec, distinct_facts
 from messages import refuses, tells
 from misuses import (
     BATCH,
@@ -58,7 +60,10 @@ from misuses import (
     right_value,
     trainer,
 )
+from optimizers import OPTIMIZERS
 from places import ROOT
+from runs import make_spec
+from zoo import CASES
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -549,3 +554,46 @@ def test_an_error_says_what_to_do(entry: str, options: dict[str, Any], message: 
     given = {name: value() if value is result else value for name, value in options.items()}
     with pytest.raises((TypeError, ValueError), match=message):
         function(**right | given)
+
+
+@functools.cache
+def _spec() -> RunSpec:
+    return make_spec(CASES["nnx_tied"], OPTIMIZERS["adam"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("microbatches", 2),
+        ("precision", mt.Precision(compute=jnp.float32, state=jnp.bfloat16)),
+        ("device_budget", "minimum"),
+        ("on_nonfinite", "skip"),
+        ("max_skipped", 3),
+        ("seed", 1),
+        ("state_per_process", True),
+    ],
+)
+def test_processes_that_differ_in_an_option_of_the_run_are_told_so(name: str, value: Any):
+    spec, batch = _spec(), CASES["nnx_tied"].batch(0)
+    given: dict[str, Any] = {name: value}
+    other = dataclasses.replace(spec, options=dataclasses.replace(spec.options, **given))
+    ours, theirs = (distinct_facts(own, batch) for own in (spec, other))
+    assert [fact for fact in ours if repr(ours[fact]) != repr(theirs[fact])] == [f"`{name}`"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", 2),
+        ("eval_every", 2),
+        ("eval_params", "ema"),
+        ("checkpoint_every", 2),
+        ("keep", 2),
+        ("stall_seconds", None),
+    ],
+)
+def test_processes_that_differ_in_an_option_of_the_loop_are_told_so(name: str, value: Any):
+    given: dict[str, Any] = {"steps": 4, "eval_data": [BATCH], "eval_every": 1}
+    given |= {"checkpoint_dir": "run", "checkpoint_every": 1}
+    ours, theirs = (LoopOptions(**given | own).agreed_options for own in ({}, {name: value}))
+    assert [option for option in ours if ours[option] != theirs[option]] == [f"`{name}`"]

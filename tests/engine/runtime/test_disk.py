@@ -4,10 +4,13 @@ import errno
 import os
 import random
 import tempfile
+import threading
+import time
 import weakref
 from collections import Counter
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -90,7 +93,16 @@ def test_every_kind_of_step_works_from_a_disk(options: dict[str, Any], tmp_path:
 def test_reads_and_writes_may_end_in_any_order(seed: int, tmp_path: Path):
     with shuffled_disks(seed):
         memory, disk = pair(tmp_path, budget=None if seed else "minimum")
+        held: Any = store_of(disk).disk
+        write, waiting = held.write, []
+
+        def counted(key: Key, arrays: Any) -> None:
+            write(key, arrays)
+            waiting.append(len(held._outgoing[held.classes[key]]))
+
+        held.write = counted
         check_alike(memory, disk)
+    assert max(waiting) == SLOTS, "no more parts of a class wait in memory to be written"
 
 
 def test_checkpoints_go_both_ways(tmp_path: Path):
@@ -227,6 +239,22 @@ def test_few_parts_wait_in_memory_to_be_written(tmp_path: Path, monkeypatch: pyt
     assert 0 < max(most.values()) <= SLOTS + 1 and sum(waiting.values()) <= 1
 
 
+def test_what_was_read_before_a_part_is_written_again_is_not_taken(tmp_path: Path):
+    _, trainer = pair(tmp_path)
+    store: Any = store_of(trainer)
+    disk, key = store.disk, Key(Kind.MASTERS, 0)
+    fetch, offload = (Instruction(op=op, key=key) for op in (Op.FETCH, Op.OFFLOAD))
+    to = store.placement.slabs_at_rest
+    new = tuple(jax.device_put(np.asarray(row[0]) + 1, to) for row in disk.shards(key))
+    disk.follow((), [fetch])
+    disk.follow((), [offload, fetch])
+    disk.write(key, new)
+    slot = disk.take(key)
+    check_same_bits([np.array(x) for x in slot], [np.asarray(x) for x in new])
+    disk.copied(key, slot)
+    disk.abandon()
+
+
 def _open_files(folder: Path) -> int:
     """The number of files in a folder, with or without a name, that this process has open."""
     links = []
@@ -261,9 +289,14 @@ def _sized(drives: Drives, rng: random.Random) -> list[Any]:
     return [drives.place(size) for size in sizes]
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_what_is_written_is_read_again(number: int, tmp_path: Path):
-    rng = random.Random(number)
+@pytest.mark.parametrize(("number", "most"), [(1, 2**30), (3, 2**21)], ids=["1", "3"])
+def test_what_is_written_is_read_again(
+    number: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rng, write, read = random.Random(number), os.pwrite, os.preadv
+    # A system may transfer less than it is asked to.
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:most], at))
+    monkeypatch.setattr(os, "preadv", lambda file, data, at: read(file, [data[0][:most]], at))
     drives = Drives([tmp_path / str(i) for i in range(number)])
     ranges = _sized(drives, rng)
     drives.reserve()
@@ -428,3 +461,19 @@ def test_a_drive_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     read, written = drive.measured_rates([tmp_path])
     assert read > 0 and written > 0
     assert not list(tmp_path.iterdir())
+
+
+def test_each_way_of_a_drive_has_its_own_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    clock = threading.local()
+
+    def job(seconds: float) -> Any:
+        """What has ended at this time, for the thread that waits for it."""
+        return SimpleNamespace(result=lambda: setattr(clock, "now", seconds))
+
+    written = iter((0.0, 4.0))
+    monkeypatch.setattr(Drives, "write", lambda *_: [job(next(written))])
+    monkeypatch.setattr(Drives, "read", lambda *_: [job(2.0)])
+    monkeypatch.setattr(drive, "_MEASURED_BYTES", 2**20)
+    times = SimpleNamespace(perf_counter=lambda: clock.now, monotonic_ns=time.monotonic_ns)
+    monkeypatch.setattr(drive, "time", times)
+    assert drive.measured_rates([tmp_path]) == (2**22, 2**21)

@@ -1,5 +1,6 @@
 """Copies beside computation in a schedule, over one link or two."""
 
+import copy
 import random
 from dataclasses import replace
 
@@ -138,6 +139,26 @@ def test_a_read_waits_for_a_slot_and_for_the_write_before_it():
     assert (clock.driver, clock.landed[0, keys[2]]) == (36, 40)
     clock.fetch(keys[0], 4)  # its newest version is on the disk from 36 on
     assert clock.arrived[keys[0]] == 42
+
+
+def test_a_step_that_follows_changes_no_time_of_the_one_before():
+    """A search goes on from one clock in several ways."""
+    clock = _clock_with_disk(0.5, 3.0)
+    first, *others = [Key(Kind.MASTERS, group) for group in range(4)]
+
+    def go_on(clock: Clock, key: Key) -> None:
+        clock.fetch(key, 4)
+        clock.compute((), 6.0, 0)
+        clock.offload(key, 4, 0)
+
+    go_on(clock, first)
+    before = copy.deepcopy(clock)
+    after = clock.next_step(1)
+    for key in others:
+        go_on(after, key)
+    after.wait(0)
+    after.land(0, first)
+    assert clock == before != after
 
 
 def test_a_slow_disk_bounds_a_step_and_a_fast_one_costs_nothing():

@@ -22,6 +22,7 @@ from megatrain_jax._src.engine.schedule.tasks import build_task_lists
 from megatrain_jax._src.engine.schedule.timed_steps import SLOWER, write_steps
 from megatrain_jax._src.engine.schedule.timeline import replay
 from megatrain_jax._src.engine.schedule.transient_host_bytes import least_transient_host_bytes
+from megatrain_jax._src.engine.schedule.workload import DiskLink
 from messages import refuses
 from schedule_machine import run_everything
 from workloads import (
@@ -272,6 +273,16 @@ def test_masters_stay_before_sums_and_these_before_optimizer_state():
         assert Kind.GRADIENT not in kinds or Kind.MASTERS in kinds
         seen |= kinds
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_what_rests_on_disks_stays_on_the_device_first(deferred):
+    disk = DiskLink(read=1.0, written=1.0)
+    on_disk = {Key(Kind.OPTIMIZER_STATE, group): 0 for group in (5, 11)}
+    given = replace(decoder().costs, disk=disk)
+    workload = decoder(deferred=deferred, on_disk=on_disk, costs=given)
+    units = [unit for unit in Choice(step=workload).units if unit[0].kind is Kind.MASTERS]
+    assert {key.owner for unit in units[:2] for key in unit} == {5, 11}
 
 
 @pytest.mark.parametrize("deferred", [False, True])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh
 
 import megatrain_jax as mt
 from disks import ALL, parts_on_disk
@@ -91,6 +92,27 @@ def test_optimizer_state_comes_first_and_is_spread_over_the_groups(spec: Any):
     groups = sorted(key.owner for key in on_disk)
     assert len(groups) == 4 + 2 * SLOTS
     assert max(b - a for a, b in zip(groups, groups[1:], strict=False)) <= 4
+
+
+def test_the_largest_kind_of_parts_comes_first():
+    wide = {"a": jnp.zeros((DIM, 2 * DIM)), "b": jnp.zeros((2 * DIM, DIM))}
+    layers = [{"w": jnp.zeros((DIM, DIM))}, wide] * 8
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for layer in params["layers"]:
+            for name in layer:
+                x = x @ layer[name]
+        return (x**2).mean()
+
+    case = dataclasses.replace(
+        CASE, name="two kinds", build=lambda: {"layers": layers}, loss_fn=loss, blocks=16
+    )
+    spec = make_spec(case, lambda _: CLIPPED)
+    workload = spec.first.workload
+    on_disk = state_for_disks(spec, 1) or {}
+    largest = max(row[Kind.OPTIMIZER_STATE] for row in workload.sizes)
+    assert {workload.size(key) for key in on_disk} == {largest}
 
 
 def test_more_than_all_state_can_t_be_freed(spec: Any):
@@ -202,6 +224,21 @@ def test_what_can_t_be_pinned_rests_in_a_folder_in_memory(monkeypatch: pytest.Mo
     assert process.pool_bytes(peak) <= needed // 2
     assert limited.options.host_bytes is not None and limited.options.disk_bytes is not None
     assert limited.options.host_bytes + limited.options.disk_bytes == free
+
+
+def test_the_budget_of_disks_is_that_of_all_devices_of_a_process():
+    spec = make_spec(
+        CASE, lambda _: CLIPPED, device_budget=14 * 2**20, mesh=AbstractMesh((2,), ("data",))
+    )
+
+    def bytes_on_disks(disk_budget: int | None) -> int:
+        given: Any = {"host_budget": 100 * 2**20, "disk_dir": ("/tmp",), "disk_budget": disk_budget}
+        options = dataclasses.replace(spec.options, **given)
+        run = fit_to_host(dataclasses.replace(spec, base_bytes=0, options=options))
+        return 0 if run is None else 2 * sum(map(run.first.workload.size, run.on_disk))
+
+    num_bytes = bytes_on_disks(None)
+    assert bytes_on_disks(num_bytes * 2 // 3) <= num_bytes * 2 // 3
 
 
 @pytest.mark.parametrize("rows", [8, 256])

@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import megatrain_jax as mt
 from inside import engine_of, spec_of
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.engine.kernels import steps
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.spec.host import BETWEEN_PROCESSES_BYTES, COMMUNICATION_BYTES
 from megatrain_jax._src.engine.spec.step_kernels import begin_kernel
-from megatrain_jax._src.engine.state.placement import Placement, placed_on
+from megatrain_jax._src.engine.state.placement import _ACROSS, _AXIS, Placement, placed_on
 from megatrain_jax._src.engine.state.processes import Processes
 from messages import refuses
 from optimizers import OPTIMIZERS
@@ -106,6 +107,34 @@ def test_each_process_has_its_microbatches_of_those_of_all(name):
         rows, loss_seed, new = begun(2, part, own)
         expected = whole[0][2 * copy : 2 * copy + 2], whole[1], whole[2]
         jax.tree.map(assert_equal, (rows, loss_seed, new), expected)
+
+
+def test_sums_and_means_are_those_over_the_processes():
+    """Two processes with two devices each, all of them devices of this one."""
+    devices, rng = np.array(jax.devices()[:4]).reshape(2, 2), np.random.default_rng(0)
+    across = Mesh(devices, (_ACROSS, _AXIS))
+    processes = Processes(2, 0)
+    own = dataclasses.replace(
+        placed_on(Mesh(devices[0], _AXIS)), processes=processes, across=across
+    )
+    divided = NamedSharding(across, PartitionSpec((_ACROSS, _AXIS)))
+    gradients = [rng.normal(size=(2, 8)).astype(dtype) for dtype in ("float32", jnp.bfloat16)]
+    joined = jax.device_put([x.reshape(-1) for x in gradients], divided)
+    for found, x in zip(KernelCache().get(steps.summed(own))(joined), gradients, strict=True):
+        assert found.sharding == own.over_copies(divided=True)
+        assert_equal(found, x[0] + x[1])
+    rows = {"loss": np.float32([1, 3]), "weight": np.float32([5, 6])}
+    rows = jax.device_put(rows, NamedSharding(across, PartitionSpec(_ACROSS)))
+    assert KernelCache().get(steps.row_means(own))(rows) == {"loss": 2, "weight": 11}
+
+
+def test_a_plan_counts_the_processes_that_share_the_state():
+    processes, mesh = Processes(6, 4), Mesh(jax.devices()[:1], "data")
+    processes.num_here = 2
+    shared = dataclasses.replace(placed_on(mesh), processes=processes)
+    assert (shared.process_counts, shared.num_copies, shared.copy) == ((6, 2), 1, 0)
+    own = dataclasses.replace(shared, across=mesh)
+    assert (own.process_counts, own.num_copies, own.copy) == ((1, 1), 6, 4)
 
 
 def assert_equal(a: Any, b: Any) -> None:

@@ -124,7 +124,8 @@ def test_a_share_is_in_whole_rows_unless_they_pad_too_much(shape, share):
     assert layout_of([shape], "float32", 4).shares == (share,)
 
 
-def test_a_large_leaf_has_its_own_array_and_is_rounded_by_the_same_bits(monkeypatch):
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_large_leaf_has_its_own_array_and_is_rounded_by_the_same_bits(num_shards, monkeypatch):
     shapes = [(8, 64), (5,), (64, 8), (3,)]
     codecs = [Rounded(dtype="bfloat16", stochastic=True)] * 4
     monkeypatch.setattr(layout, "LEAST_APART", 512)
@@ -133,10 +134,10 @@ def test_a_large_leaf_has_its_own_array_and_is_rounded_by_the_same_bits(monkeypa
         assert layout.large_leaves([(8, 64)] * number) == set(found), "a small part of many"
     order = [1, 3, 0, 2]
     whole, apart = (
-        layout.layout_of(shapes, "float32", 1, codecs, order, apart=large)
+        layout.layout_of(shapes, "float32", num_shards, codecs, order, apart=large)
         for large in ((), layout.large_leaves(shapes))
     )
-    assert [x.size for x in apart.at_rest] == [128, 512, 512]
+    assert [x.size for x in apart.at_rest] == [128 * num_shards, 512, 512]
     assert apart.offsets == whole.offsets and apart.num_bytes == whole.num_bytes
     leaves = [np.random.default_rng(i).normal(size=shape) for i, shape in enumerate(shapes)]
     draw = draw_of(jax.random.key(0), jnp.int32(1), jnp.uint32(2))
@@ -144,7 +145,8 @@ def test_a_large_leaf_has_its_own_array_and_is_rounded_by_the_same_bits(monkeypa
     ((expected,), found) = (
         jax.jit(lambda x, own=own: own.encode(own.pack(x), draw))(leaves) for own in (whole, apart)
     )
-    np.testing.assert_array_equal(np.concatenate(found), expected)
+    shards = [x.reshape(num_shards, -1) for x in (expected, *found)]
+    np.testing.assert_array_equal(np.concatenate(shards[1:], axis=1), shards[0])
     rows = jax.jit(lambda x: apart.unpack_whole(x, range(4), "float32", lambda x: x))(found)
     for ours, theirs in zip(rows, read_leaves(whole, [np.asarray(expected)]), strict=True):
         np.testing.assert_array_equal(ours, theirs)

@@ -25,6 +25,24 @@ def test_the_first_process_deletes_messages_that_all_have_read(index):
     assert min(sizes[1:]) >= 2 * 2
 
 
+def test_what_differs_in_any_process_is_named():
+    def digests(facts):
+        """What a process sends for these facts."""
+        processes, sent = processes_of(FakeBoard()), []
+        processes.gather = lambda where, value: sent.append(value) or [value]
+        processes.agree("the beginning", lambda: facts)
+        return sent[0]
+
+    board = FakeBoard()
+    same, other = ({"a": 1, "b": value} for value in (2, 3))
+    for peers in ([same, other], [other, same], [other, other]):
+        rows = ({"where": "the beginning", "value": digests(facts)} for facts in peers)
+        board.answers = dict(enumerate(rows, 1))
+        with pytest.raises(ValueError) as raised:
+            processes_of(board, 3).agree("the beginning", lambda: same)
+        assert tells(str(raised.value), "b") and "a, " not in str(raised.value)
+
+
 def test_a_process_that_leaves_waits_for_nobody_and_the_next_message_is_another_one():
     board = FakeBoard()
     processes = processes_of(board, 2, 1)
@@ -168,7 +186,12 @@ def test_a_wait_in_jax_for_a_peer_without_state_has_a_limit():
         assert look(processes, 9) == ""
         board.show(1, beat=3, lost="OutOfMemory: all of it")
         assert look(processes, 9) == ""
+        progressed()  # as long as this process gets on, it isn't stuck
         board.show(1, beat=4, lost="OutOfMemory: all of it")
+        assert look(processes, 3) == ""
+        board.show(1, beat=5, lost="OutOfMemory: all of it")
+        assert look(processes, 9) == ""
+        board.show(1, beat=6, lost="OutOfMemory: all of it")
         assert tells(look(processes, 3), "process 1", "OutOfMemory: all of it")
         present(processes).waits = True
         assert look(processes, 0) == "", "it notices by itself"

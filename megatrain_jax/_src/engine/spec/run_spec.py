@@ -284,8 +284,10 @@ def distinct_facts(spec: RunSpec, sample_batch: Any) -> dict[str, Any]:
         "`waves`": spec.waves,
         "`precision`": options.dtypes,
         "`device_budget`": options.device_budget,
-        "`on_nonfinite`": (options.on_nonfinite, options.max_skipped),
+        "`on_nonfinite`": options.on_nonfinite,
+        "`max_skipped`": options.max_skipped,
         "`seed`": options.seed,
+        "`state_per_process`": options.state_per_process,
         "`trainable`": spec.grouping.frozen,
         "the stages of the loss": [len(s.jaxpr.eqns) for s in spec.first.program.stages],
     }
