@@ -16,8 +16,10 @@ import numpy as np
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.activity import doing
 from megatrain_jax._src.common.computed_array import ComputedArray
+from megatrain_jax._src.common.host_memory import available_bytes
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.object_paths import AnyPath
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.adapt.loss_function import Prediction, check_loss, name_of
@@ -131,14 +133,23 @@ class RunState:
             self.engine.flush()
 
     @contextlib.contextmanager
-    def _read_by_all(self, what: str) -> Iterator[None]:
+    def _read_by_all(self, what: str, kind: Kind) -> Iterator[None]:
         """Flushes, and has all processes read a part of the state together.
 
         Raises:
+            MemoryError: If more rests on disks than memory can hold, in any of the processes.
             PeerEndedError: If another process doesn't come, because it has not made the same call.
         """
         self.flush()
-        self.store.placement.processes.gather(f"reading {what}")
+        on_disk = (key for key in self.spec.on_disk if key.kind is kind)
+        needed = sum(map(self.spec.first.workload.size, on_disk)) * self.spec.first.num_devices
+        free = min(self.store.placement.processes.gather(f"reading {what}", available_bytes()))
+        if needed > free:
+            raise MemoryError(
+                f"{what} in `disk_dir` take {sized(needed)} of host memory when they are read as a "
+                f"whole, and {sized(free)} are available: `trainer.unread_model()` is read array "
+                "by array, and `trainer.save` and `models.save_pretrained` write part by part"
+            )
         with doing(f"reading {what}"):
             yield
 
@@ -170,21 +181,21 @@ class RunState:
 
     def params(self, params: WhichParams = "trained") -> Any:
         """The parameters; see `Trainer.params`."""
-        with self._read_by_all("the parameters"):
+        with self._read_by_all("the parameters", Kind.MASTERS):
             return self.spec.adapted.params_tree(_parameters(self.spec, self._store(params)))
 
     def opt_state(self) -> Any:
         """The optimizer's state; see `Trainer.opt_state`."""
         # In Optax's own structure.
         store = self.store
-        with self._read_by_all("the optimizer's state"):
+        with self._read_by_all("arrays of the optimizer's state", Kind.OPTIMIZER_STATE):
             groups = [store.leaves(Key(Kind.OPTIMIZER_STATE, g)) for g in range(len(store.layouts))]
             state = assemble_state(self.spec.optimizer, groups, store.on_host(store.globals))
             return state.inner if isinstance(state, AveragedState) else state
 
     def model(self, params: WhichParams = "trained") -> Any:
         """The user's kind of model; see `Trainer.model`."""
-        with self._read_by_all("the model"):
+        with self._read_by_all("the model's arrays", Kind.MASTERS):
             # Models write them when they are called, as a dropout counts its keys.
             variables = [
                 x.copy() if isinstance(x, np.ndarray) else x

@@ -440,8 +440,10 @@ class Trainer(ExplainedAttributes):
 
         They share memory with the store and stay unchanged when training continues. Only a
         parameter stacked over layers, which the store keeps layer by layer, is a copy, and so is
-        one that rests on a disk: all of these together have to fit in memory. `unread_model` and
-        `save` read part by part.
+        one that rests on a disk. `unread_model` and `save` read part by part.
+
+        Raises:
+            MemoryError: If memory can't hold all that rests on disks.
         """
         return self._state.params()
 

@@ -23,7 +23,7 @@ from disks import ALL, CASE, counted_reads, shuffled_disks, state_on_disk
 from inside import spec_of, store_of
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.remembering import gc_paused
-from megatrain_jax._src.engine import start
+from megatrain_jax._src.engine import run_state, start
 from megatrain_jax._src.engine.checkpoint import save
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.runtime.disk import Disk
@@ -152,6 +152,20 @@ def test_state_on_a_disk_is_saved_and_read_part_by_part(
                 assert (own.shape, own.dtype) == (array.shape, array.dtype)
                 check_same_bits(np.asarray(own), array)
         assert reads.total and reads.most <= largest
+
+
+@pytest.mark.parametrize("name", ["params", "model", "opt_state"])
+def test_what_is_larger_than_memory_is_not_read_as_a_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    kind = Kind.OPTIMIZER_STATE if name == "opt_state" else Kind.MASTERS
+    _, disk = pair(tmp_path, [kind])
+    largest = sum(x.nbytes for x in jax.tree.leaves(disk.params)) * (1 + (name == "opt_state"))
+    monkeypatch.setattr(run_state, "available_bytes", lambda: largest - 1000)
+    with refuses(MemoryError, "`disk_dir`", "save"):
+        getattr(disk, name)
+    monkeypatch.setattr(run_state, "available_bytes", lambda: 2 * largest)
+    getattr(disk, name)
 
 
 def test_parameters_are_copied_to_the_device_from_a_disk(tmp_path: Path):
