@@ -325,6 +325,8 @@ def test_the_lock_of_a_process_of_this_machine_that_has_ended_is_taken_at_once(p
     machine = object_workspace._machine()
     lock = place / "megatrain-unfinished" / "lock"
     lock.write_text(json.dumps({"pid": 2**22 + 1, "machine": machine}))
+    for name in ("pieces-1.npz", "checksums-1.json"):
+        (lock.parent / name).touch()
     small.fit(str(place), 1)
     assert names(place) == ["1"]
 
@@ -469,7 +471,8 @@ def test_a_checkpoint_that_no_answer_came_for_keeps_its_name(error, place, monke
 
 def test_the_address_of_a_store_comes_from_the_environment(monkeypatch):
     path: Any = path_of("s3://mine/a//b/")
-    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
     assert path.kvstore() == {"driver": "s3", "bucket": "mine", "path": "a/b/"}
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://localhost:9")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "auto")
@@ -480,5 +483,7 @@ def test_the_address_of_a_store_comes_from_the_environment(monkeypatch):
         "endpoint": "http://localhost:9",
         "aws_region": "auto",
     }
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://localhost:10")  # as of this service alone
+    assert path.kvstore()["endpoint"] == "http://localhost:10"
     path = path_of("gs://mine")
     assert path.kvstore() == {"driver": "gcs", "bucket": "mine", "path": ""}

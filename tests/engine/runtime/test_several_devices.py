@@ -2,7 +2,9 @@
 
 import math
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ import megatrain_jax as mt
 from device_pairs import ILL_CONDITIONED, PAIRS
 from inside import spec_of, store_of
 from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.options.inputs import check_mesh
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.state.host_leaves import read_leaf, read_leaves, write_part
 from megatrain_jax._src.engine.state.layout import ALIGNMENT, layout_of
@@ -46,6 +49,21 @@ def mesh_of(num_devices: int) -> Mesh:
 
 
 SAMPLE = {*random.Random(0).sample(PAIRS, 4), *(pair for pair in PAIRS if "batchnorm" in pair[0])}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_mesh_is_of_this_process_or_of_equally_many_devices_of_each(seed, monkeypatch):
+    rng = random.Random(seed)
+    count, index = rng.randint(2, 4), rng.randrange(2)
+    numbers = [rng.randint(0, 2) for _ in range(count)] if seed % 3 else [rng.randint(1, 3)] * count
+    numbers[index] += not any(numbers)
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    monkeypatch.setattr(jax, "process_index", lambda: index)
+    devices = [SimpleNamespace(process_index=i) for i, n in enumerate(numbers) for _ in range(n)]
+    mesh: Any = SimpleNamespace(devices=np.array(devices), size=len(devices))
+    is_right = numbers[index] == sum(numbers) or len({*numbers}) == 1
+    with nullcontext() if is_right else refuses(ValueError, "`mesh`", f"{numbers[1]} of process 1"):
+        check_mesh(mesh)
 
 
 def test_pairs_cover_every_optimizer():

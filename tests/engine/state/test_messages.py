@@ -1,9 +1,14 @@
 """Messages between processes, and what each knows of its peers, on a board in memory."""
 
+import itertools
+import time
+from types import SimpleNamespace
+
 import pytest
 
 from boards import MESSAGES, FakeBoard, look, present, processes_of
 from megatrain_jax._src.common.activity import doing, progressed
+from megatrain_jax._src.engine.state import processes as of_processes
 from megatrain_jax._src.engine.state.processes import PeerEndedError
 from messages import tells
 
@@ -174,6 +179,29 @@ def test_a_signal_to_a_peer_is_one_to_all():
     board.show(1, ending="SIGTERM")
     look(processes, 0)
     assert present(processes).asked_to_end == "SIGTERM"
+    board.show(1, ending="SIGTERM", gone=True)
+    look(processes, 0)
+    assert not present(processes).asked_to_end
+
+
+def test_an_abort_names_the_peer_that_has_been_silent_for_the_longest():
+    board = FakeBoard()
+    processes = processes_of(board, 4, 0)
+    for beat, peers in enumerate(((1, 2, 3), (1, 3), (3,))):
+        for i in peers:
+            board.show(i, beat=beat)
+        look(processes, 1)
+    assert tells(processes._explained_abort(True), "process 2", "node2")
+
+
+def test_the_seconds_of_all_waits_are_counted(monkeypatch):
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks), monotonic=time.monotonic)
+    monkeypatch.setattr(of_processes, "time", clock)
+    processes = processes_of(FakeBoard({1: {"where": "a step", "value": None}}))
+    for _ in range(3):
+        processes.gather("a step")
+    assert processes.waited == 3
 
 
 def test_a_wait_in_jax_for_a_peer_without_state_has_a_limit():

@@ -179,7 +179,7 @@ def test_an_evaluation_that_fails_leaves_the_parameters():
     assert trainer.evaluate([small.batch(1)]) == expected
 
 
-def test_frozen_parameters_are_their_own_average():
+def test_frozen_parameters_are_their_own_average(tmp_path):
     optimizer = optax.sgd(0.5, momentum=0.9)
     given = small.params(), small.loss_fn, optimizer, small.batch(0)
     options: Any = {"precision": "float32", "trainable": "^1/", "progress": False}
@@ -197,6 +197,9 @@ def test_frozen_parameters_are_their_own_average():
     expected = averaged_loss(trainer, 9)
     found = trainer.evaluate([small.batch(9)], params="ema")["loss"]
     assert found == pytest.approx(expected, rel=1e-6)
+    trainer.save(tmp_path / "saved")
+    loaded = mt.load(tmp_path / "saved", small.params(), params="ema")
+    check_same_bits(loaded, trainer.ema_params)
 
 
 @pytest.mark.parametrize(

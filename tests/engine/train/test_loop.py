@@ -363,3 +363,12 @@ def test_an_evaluation_that_was_cut_off_is_seen_by_all():
     with refuses(ValueError, "own"):
         train(trainer, numbered(2), callbacks=[Seeing(2, ValueError("own")), last], **given)
     assert last.seen == [2]
+
+
+def test_an_evaluation_that_was_cut_off_is_repeated_only_where_one_is_due():
+    trainer = log_trainer()
+    train(trainer, numbered(2), progress=False)
+    trainer.history.cut_off = 2
+    train(trainer, numbered(1), eval_data=[0], eval_every=3, progress=False)
+    evaluated = [any(name.startswith("eval_") for name in row) for row in trainer.history]
+    assert evaluated == [False, False, True]
