@@ -15,6 +15,7 @@ from megatrain_jax._src.common.suggestions import explain as _explain
 
 if TYPE_CHECKING:
     from megatrain_jax._src.lm.grpo.grpo_run import train_grpo
+    from megatrain_jax._src.lm.grpo.inference_server import InferenceServer
     from megatrain_jax._src.lm.grpo.policy_batch import GrpoOptions
     from megatrain_jax._src.lm.models.causal_attention import attention
     from megatrain_jax._src.lm.models.config import DecoderConfig
@@ -42,6 +43,7 @@ __all__ = [
     "GenerationPlan",
     "Generator",
     "GrpoOptions",
+    "InferenceServer",
     "Lora",
     "Pretrained",
     "Rope",
@@ -66,6 +68,7 @@ __all__ = [
 # Imported on first use, because training, checkpoints and generation need many packages.
 _NAMES = {
     "grpo.grpo_run": "train_grpo",
+    "grpo.inference_server": "InferenceServer",
     "grpo.policy_batch": "GrpoOptions",
     "models.causal_attention": "attention",
     "models.config": "DecoderConfig",
