@@ -3,7 +3,8 @@
 TUNIX=<clone> BONSAI=<clone> BIG_VISION=<clone> DIT=<clone> LEVANTER=<clone>/src \
     MAXTEXT=<clone>/src pytest -m long tests/experiments/test_repositories.py
 
-A clone needs the packages that it imports. KerasHub is tested where pip has installed it.
+A clone needs the packages that it imports. KerasHub and EasyDeL are tested where pip has installed
+them.
 """
 
 import dataclasses
@@ -255,6 +256,26 @@ def test_maxtext_steps_are_those_of_its_train_step(scan_layers: bool):
     check_equal(trainer, nnx.state(nnx.merge(definition, state).model, nnx.Param), losses)
 
 
+def test_easydel_steps_are_those_of_its_training_step():
+    module = script("easydel_llama")  # before EasyDeL, as it chooses flags of XLA
+    pytest.importorskip("easydel")
+    given = dataclasses.replace(small(module), optimizer=ADAMW)
+    trainer, _ = trained(given)
+    check_streamed(trainer, "layers", 4)
+
+    own = importlib.import_module("easydel.trainers.trainer._fn")
+    model = given.model()
+    states = importlib.import_module("easydel.infra.base_state").EasyDeLState
+    state = states.create(model=model, tx=ADAMW, init_opt_state=True)
+    losses = []
+    with model.mesh:
+        step = jax.jit(own.training_step)
+        for batch in given.batches(STEPS):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics.loss))
+    check_equal(trainer, nnx.state(state.model, nnx.Param), losses)
+
+
 def test_kerashub_steps_are_those_of_keras():
     pytest.importorskip("keras_hub")
     keras = importlib.import_module("keras")
@@ -317,6 +338,7 @@ REPOSITORIES = {
     "dit": ("DIT", "diffusion_transformer"),
     "levanter": ("LEVANTER", "levanter"),
     "maxtext": ("MAXTEXT", "maxtext"),
+    "easydel_llama": (),
     "kerashub": (),
 }
 
@@ -332,8 +354,6 @@ def published() -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", REPOSITORIES)
 def test_the_pages_plan_is_what_plans_say(name: str):
     configuration, *shown = published()[name]
-    if name == "kerashub":
-        pytest.importorskip("keras_hub")
     module = script(name, *REPOSITORIES[name])
     try:
         plan = module.make(configuration, 8).plan(microbatches=8)
