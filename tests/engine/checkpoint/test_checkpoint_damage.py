@@ -17,11 +17,20 @@ import xxhash
 
 import megatrain_jax as mt
 import small
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.checkpoint import contents, orbax
 from megatrain_jax._src.engine.checkpoint.chunks import Grid
-from megatrain_jax._src.engine.checkpoint.contents import Checksums, as_facts, checksum, flat
+from megatrain_jax._src.engine.checkpoint.contents import (
+    ArrayEntry,
+    Checksums,
+    StorePlace,
+    as_facts,
+    checksum,
+    flat,
+)
 from megatrain_jax._src.engine.checkpoint.orbax import ChunkReader
 from megatrain_jax._src.engine.checkpoint.save import Writer
+from megatrain_jax._src.engine.runtime.engine import Engine
 from messages import refuses
 from runs import check_same_bits
 
@@ -185,6 +194,36 @@ def test_frozen_parameters_and_other_state_need_not_be_finite(tmp_path):
         writer._inspect(entry, 0, array)
 
 
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_file_of_another_size_is_noticed_before_it_is_read(change, trainer, saved):
+    expected = small.state(trainer)
+    file = next(f for f in small.files(saved) if f.name != "megatrain.json" and f.stat().st_size)
+    os.truncate(file, file.stat().st_size + change)
+    with refuses(mt.CheckpointError, "damaged", str(file.relative_to(saved))):
+        trainer.restore(saved)
+    check_same_bits(small.state(trainer), expected)
+
+
+def test_processes_write_their_parts_of_one_array(tmp_path):
+    """Each has half of it, of which one chunk is shared."""
+    array = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
+    place = StorePlace(holder=Key(Kind.MASTERS, 0), position=0)
+    shape: Any = {"whole": array.shape, "shape": array.shape, "dtype": "float32"}
+    entry = ArrayEntry(path=("params", "w"), array=("params", "w"), places=(place,), **shape)
+    grid = Grid(shape=array.shape, chunk=(2, 5))
+    folder, what = tmp_path / "c", ([entry], {entry.path: grid}, True, frozenset())
+    writers = [Writer(tmp_path, folder, i, *what) for i in range(2)]
+    for writer, start in zip(writers, (0, 15), strict=True):
+        runs = [(start, array.reshape(-1)[start : start + 15])]
+        writer.write([(entry, (), lambda runs=runs: runs)])
+        writer.finish()
+    sums = {number: checksum(array[box]) for number, box in grid.boxes()}
+    assert writers[0].join(2) == {"params/w": as_facts(grid, sums)}
+    read = ChunkReader(folder).read_whole([entry.path])
+    np.testing.assert_array_equal(read[entry.path], array)
+    assert os.listdir(tmp_path) == ["c"]
+
+
 def test_parameters_to_start_from_are_verified(trainer, saved):
     check_same_bits(small.trainer(params=saved).params, trainer.params)
     small.damage(saved, trainer.params[1]["w"])
@@ -218,6 +257,23 @@ def test_a_restore_that_fails_half_way_leaves_a_trainer_that_can_be_restored(tra
             use()
     assert not saved.with_name("3").exists()
     trainer.restore(saved)
+    check_same_bits(small.state(trainer), expected)
+
+
+def test_a_restored_state_forgets_a_lost_step_that_was_not_finite(trainer, saved, monkeypatch):
+    trainer.read(trainer.step(small.batch(2)))
+    expected = small.state(trainer)
+    trainer.step({"x": np.full_like(small.batch(0)["x"], np.nan)})
+
+    def fails(*_):
+        raise OSError("cut off")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "obey", fails)
+        with pytest.raises(OSError, match="cut off"):
+            trainer.step(small.batch(2))
+    trainer.restore(saved)
+    trainer.read(trainer.step(small.batch(2)))
     check_same_bits(small.state(trainer), expected)
 
 

@@ -115,6 +115,19 @@ def saved_at(series: RunCheckpoints, trainer: mt.Trainer, *steps: int) -> None:
     series.finish()
 
 
+def test_a_folder_without_a_manifest_is_not_the_step_that_a_run_starts_from(trainer, tmp_path):
+    count_steps(trainer, 1)
+    with RunCheckpoints(tmp_path, None, 1, Processes()) as series:
+        saved_at(series, trainer, 1)
+        series.begin(trainer)
+        assert series.saved == 1
+        (tmp_path / "2").mkdir()
+        count_steps(trainer, 2)
+        with warns(UserWarning, tmp_path / "2"):
+            series.begin(trainer)
+        assert series.saved is None
+
+
 def test_what_cannot_be_removed_is_warned_of_once(trainer, tmp_path, monkeypatch):
     with RunCheckpoints(tmp_path, None, 1, Processes()) as series:
         saved_at(series, trainer, 1)

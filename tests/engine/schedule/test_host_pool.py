@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AbstractMesh
 
 import megatrain_jax as mt
 from megatrain_jax._src.common.keys import LASTING, PASSING, Key, Kind
@@ -25,7 +26,10 @@ from megatrain_jax._src.engine.spec import pooled as pooled_module
 from megatrain_jax._src.engine.spec.host import host_process, peak_bytes
 from megatrain_jax._src.engine.spec.pooled import pooled_bytes
 from megatrain_jax._src.engine.state import pool
+from optimizers import OPTIMIZERS
+from runs import make_spec
 from workloads import chain, random_workload
+from zoo import CASES
 
 MIB, GIB = 2**20, 2**30
 
@@ -195,6 +199,12 @@ def test_a_plan_counts_gaps_where_the_host_has_room(num_devices, monkeypatch):
         assert process.needed(found) <= max(limit, process.needed(peak))
         # As much of the gaps as fits, to a MiB.
         assert found in (peak, pooled) or process.needed(found + 2 * MIB) > limit
+
+
+def test_each_process_has_the_pool_of_its_own_devices():
+    mesh = AbstractMesh((2,), ("data",))
+    spec = make_spec(CASES["nnx_tied"], OPTIMIZERS["clip_adamw"], mesh=mesh)
+    assert pooled_bytes(spec, 1, 1) == 2 * pooled_bytes(spec, 2, 2)
 
 
 @pytest.mark.by_default("devices", "residuals", "waves")

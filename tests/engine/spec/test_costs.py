@@ -280,3 +280,10 @@ def test_memory_traffic_takes_its_time_beside_products():
     # Gradients are read twice, the rest is read and written.
     updates = sum(2 * sum(s.values()) for s in step.workload.sizes)
     assert computing(1.0) - computing(1e30) == pytest.approx(moved + updates)
+
+
+@pytest.mark.parametrize("kind", Traffic._fields)
+def test_devices_share_the_traffic_of_a_stage(kind):
+    work, traffic = Work(flops=0, attention=0), Traffic(**{kind: 1e12})
+    one, four = (extra_traffic_seconds(work, traffic, card("H100"), n) for n in (1, 4))
+    assert one == pytest.approx(4 * four) and one > 0

@@ -462,6 +462,16 @@ def drawing(model: Any, batch: Any, rng: Any) -> jax.Array:
             {"precision": mt.Precision(compute=jnp.float32, sums="bfloat16")},
             False,
         ),
+        (
+            lambda: Backbone(),
+            loss_fn,
+            {
+                "precision": mt.Precision(
+                    compute=jnp.float32, state=jnp.bfloat16, rounding="nearest"
+                )
+            },
+            True,
+        ),
         (Net(), loss_fn, {}, False),
     ],
 )
