@@ -337,10 +337,10 @@ def test_steps_leave_nothing_behind(optimizer, budget):
     assert alive[-1] == alive[-2] == alive[-3]
 
 
-@pytest.mark.by_default("2")
+@pytest.mark.by_default("2-unet", "2-equinox")
+@pytest.mark.parametrize("case", [UNET, CASES["equinox"]], ids=["unet", "equinox"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_values_that_no_schedule_counts_are_those_of_the_plan(microbatches, monkeypatch):
-    case = UNET
+def test_values_that_no_schedule_counts_are_those_of_the_plan(microbatches, case, monkeypatch):
     trainer = make_trainer(case, OPTIMIZERS["adam"], microbatches=microbatches)
     seen, obey = {}, Engine.obey
 

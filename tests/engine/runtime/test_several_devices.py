@@ -20,10 +20,11 @@ from device_pairs import ILL_CONDITIONED, PAIRS
 from inside import spec_of, store_of
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.options.inputs import check_mesh
+from megatrain_jax._src.engine.runtime.evaluation import put_batch
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.state.host_leaves import read_leaf, read_leaves, write_part
 from megatrain_jax._src.engine.state.layout import ALIGNMENT, layout_of
-from megatrain_jax._src.engine.state.placement import default_mesh
+from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
 from messages import refuses, tells
 from optimizers import OPTIMIZERS
 from oracle import train_exact, train_plain
@@ -64,6 +65,13 @@ def test_a_mesh_is_of_this_process_or_of_equally_many_devices_of_each(seed, monk
     is_right = numbers[index] == sum(numbers) or len({*numbers}) == 1
     with nullcontext() if is_right else refuses(ValueError, "`mesh`", f"{numbers[1]} of process 1"):
         check_mesh(mesh)
+
+
+@pytest.mark.parametrize(("microbatches", "divided"), [(1, True), (2, True), (4, False)])
+def test_a_batch_is_divided_if_its_microbatches_can_be(microbatches, divided):
+    step: Any = SimpleNamespace(microbatches=microbatches)
+    (found,) = put_batch({"x": np.zeros((8, 3))}, step, placed_on(mesh_of(4)))
+    assert found.is_fully_replicated != divided
 
 
 def test_pairs_cover_every_optimizer():

@@ -301,10 +301,13 @@ class Engine:
         rows, seed, variables = begin(
             self.store.variables, list(batch), self.store.key, self.store.step, *scale
         )
-        ids = step.program.prologue_values
+        ids, once = step.program.prologue_values, step.kept_once
         live = LiveValues(
             step=step,
-            rows=[dict(zip(ids, row, strict=True)) for row in rows],
+            rows=[
+                {i: x for i, x in zip(ids, row, strict=True) if not m or i not in once}
+                for m, row in enumerate(rows)
+            ],
             cotangents=[{} for _ in rows],
             rounded=self._number(0),
         )
