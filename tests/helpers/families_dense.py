@@ -156,6 +156,35 @@ DENSE: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "apertus": ("Apertus", {"rope_parameters": LLAMA3, "attention_bias": True}, 1),
     "nemotron": ("Nemotron", {"norm_eps": 1e-3, "mlp_bias": True}, 1),
+    "arcee": ("Arcee", {"rope_parameters": YARN, "attention_bias": True, "mlp_bias": True}, 1),
+    "starcoder2": (
+        "Starcoder2",
+        {"sliding_window": 7, "norm_epsilon": 1e-3, "tie_word_embeddings": True},
+        1,
+    ),
+    "cwm": (
+        "Cwm",
+        {
+            "bos_token_id": 1,
+            "head_dim": 16,
+            "mlp_bias": True,
+            "sliding_window": 7,
+            "rope_parameters": LLAMA3,
+        },
+        2,
+    ),
+    "glm": ("Glm", {"head_dim": 16, "rms_norm_eps": 1e-3}, 1),
+    "cohere": (
+        "Cohere",
+        {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "layer_norm_eps": 1e-3,
+            "logit_scale": 0.5,
+            "tie_word_embeddings": True,
+        },
+        1,
+    ),
     "gemma3n": (
         "Gemma3nText",
         {

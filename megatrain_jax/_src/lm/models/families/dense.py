@@ -23,6 +23,7 @@ from megatrain_jax._src.lm.models.layers import (
     Heads,
     HiddenStates,
     Layer,
+    LayerNorm,
     Linear,
     ParallelLayer,
     PlainMLP,
@@ -251,6 +252,14 @@ GLM4 = Family(
         "post_feedforward_layernorm": "post_mlp_layernorm",
     },
 )
+# GLM 4 of 2024: the same with two norms per layer.
+GLM = replace(
+    GLM4,
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    always={"layer": Glm4Layer},
+    renames={},
+)
 
 
 class NemotronLayer(Layer):
@@ -268,6 +277,70 @@ NEMOTRON = Family(
     flags=ATTENTION_BIAS | MLP_BIAS,
     rope={"share": 0.5},
     always={"norm": "layer", "norm_offset": 1.0, "layer": NemotronLayer},
+)
+
+
+# Arcee's AFM: a Llama with a plain MLP and a squared ReLU.
+ARCEE = Family(
+    model_type="arcee",
+    architecture="ArceeForCausalLM",
+    sizes={"eps": 1e-5, "hidden_act": "relu2"},
+    flags=ATTENTION_BIAS | MLP_BIAS,
+    always={"layer": NemotronLayer},
+)
+
+
+# StarCoder 2: layer norms, a plain MLP, and one option for all biases; dropout in its released
+# configurations. Only the original code reads the last two neutral fields.
+STARCODER2 = Family(
+    model_type="starcoder2",
+    architecture="Starcoder2ForCausalLM",
+    neutral={
+        "residual_dropout": 0.0,
+        "embedding_dropout": 0.0,
+        "mlp_type": "default",
+        "norm_type": "layer_norm",
+    },
+    sizes={
+        "kv_heads": 2,
+        "eps": 1e-5,
+        "eps_name": "norm_epsilon",
+        "tied": True,
+        "std": 0.018042,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    flags={"use_bias": (True, "qkv_bias out_bias mlp_bias")},
+    always={"norm": "layer", "layer": NemotronLayer},
+    more=lambda fields, _: {"windows": hf_common.windows_everywhere(fields, None)},
+    renames={"up_proj": "c_fc", "down_proj": "c_proj"},
+)
+
+
+def _cwm(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    types = [("full_attention", "sliding_attention")[i % 4 > 0] for i in range(sizes["num_layers"])]
+    return {"windows": hf_common.windows_by_type(fields, types, hf_common.window(fields, 8192))}
+
+
+# Code World Model: a Llama with a window in three of four layers.
+CWM = Family(
+    model_type="cwm",
+    architecture="CwmForCausalLM",
+    scorer=None,
+    neutral={"pretraining_tp": 1},
+    sizes={"kv_heads": 8, "head_dim": 128, "eps": 1e-5},
+    flags=MLP_BIAS,
+    rope={
+        "theta": 1_000_000.0,
+        "default": {
+            "rope_type": "llama3",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    },
+    more=_cwm,
 )
 
 
@@ -362,6 +435,38 @@ COHERE2 = Family(
     rope={"interleaved": True},
     always={"norm": "layer", "norm_bias": False, "layer": ParallelLayer},
     more=_cohere2,
+)
+
+
+class CohereAttention(Attention):
+    """Attention that may normalise queries and keys, each head with a weight of its own."""
+
+    def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
+        """Makes the parameters of one layer's attention."""
+        super().__init__(config, layer, make)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (LayerNorm(config.head_dim, config, make) for _ in "qk")
+            self.q_norm.weight = make.constant(1.0, config.num_heads, config.head_dim)
+            self.k_norm.weight = make.constant(1.0, config.num_kv_heads, config.head_dim)
+
+
+class CohereLayer(ParallelLayer):
+    """A layer with this attention beside an MLP."""
+
+    attention = CohereAttention
+
+
+# Command R and R+, Aya 23: no windows, and in some models norms of queries and keys.
+COHERE = replace(
+    COHERE2,
+    model_type="cohere",
+    architecture="CohereForCausalLM",
+    neutral={},
+    unread="",
+    flags=ATTENTION_BIAS | {"use_qk_norm": (False, "qk_norm")},
+    rope={"theta": 500_000.0, "interleaved": True},
+    always={**COHERE2.always, "layer": CohereLayer},
+    more=lambda fields, _: {"logit_scale": fields.number("logit_scale", 0.0625, above=0)},
 )
 
 
