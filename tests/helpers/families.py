@@ -88,7 +88,7 @@ def make_torch(name: str, **changes: Any) -> Any:
     model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 or name.endswith("_bias"):
+            if parameter.ndim == 1 or name.endswith(("_bias", "router.gate.weight")):
                 parameter.add_(0.2 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith(("_bias", "layer_scalar")):
@@ -104,7 +104,8 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
     found = {}
     mixtral = model.config.model_type in ("mixtral", "minimax_m2")
     stacked = ("gpt_oss", "llama4", "llama4_text")
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    numbered = mixtral or model.config.model_type == "lfm2_moe"
+    gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
     for name, array in arrays.items():
         if model.config.model_type in ("gemma3", "mistral3"):
             name = name.replace("model.language_model.", "language_model.model.")
@@ -115,6 +116,8 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
             )
         if mixtral:
             name = name.replace(".mlp.", ".block_sparse_moe.")
+        if model.config.model_type == "exaone_moe":
+            name = name.replace(".gate.e_score_correction_bias", ".e_score_correction_bias")
         name = name.replace(".gate.moe_statics.", ".moe_statics.")
         base, _, last = name.rpartition(".")
         if model.config.model_type == "granitemoehybrid":

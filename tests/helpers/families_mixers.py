@@ -42,6 +42,21 @@ MIXERS: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         2,
     ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            "layer_types": ["full_attention", "conv"],
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "norm_eps": 1e-3,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "routed_scaling_factor": 1.5,
+        },
+        2,
+    ),
     "granite4": (
         "GraniteMoeHybrid",
         _MAMBA

@@ -68,6 +68,7 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         "llama4",
         "falcon-h1",
         "granite4",
+        "afmoe",
     ],
     indirect=True,
 )
@@ -83,7 +84,10 @@ def test_packed_documents_are_as_each_alone(pair):
     np.testing.assert_allclose(packed, np.concatenate(alone, axis=1), atol=1e-4)
 
 
-@pytest.mark.by_default("glm4-moe", "granite4", "olmo2", "nemotron", "llama", "minimax-m2", "qwen3")
+@pytest.mark.by_default(
+    *("glm4-moe", "granite4", "olmo2", "nemotron", "llama", "minimax-m2", "qwen3"),
+    *("afmoe", "cohere", "lfm2-moe"),
+)
 def test_logits_and_gradients(pair):
     _, reference, pretrained = pair
     tokens = random_tokens()

@@ -155,7 +155,11 @@ class Attention(nnx.Module):
         if rotation is not None:
             q, k = self.rotate(q, k, rotation)
         mixed = self.attend(q, k, v, segments)
-        return self.o_proj(mixed.reshape(*x.shape[:2], -1))
+        return self.o_proj(self.gated(mixed.reshape(*x.shape[:2], -1), x))
+
+    def gated(self, mixed: HiddenStates, x: HiddenStates) -> HiddenStates:
+        """Returns the input of the last product, from attention's results and its own input."""
+        return mixed
 
     def attend(self, q: Heads, k: Heads, v: Heads, segments: Segments, **options: Any) -> Heads:
         """Returns for each query the mean of values, weighted by the match of their keys."""

@@ -1,8 +1,8 @@
-"""GLM 4.5 to 4.7 and DeepSeek V2, V3 and R1: grouped experts, and latent attention.
+"""GLM 4.5 to 4.7, DeepSeek V2, V3 and R1, and their relatives: grouped experts, latent attention.
 
 Experts are chosen by scores with a load-balancing bias, except in DeepSeek V2. The bias is adapted
-only in pre-training; here, as in Transformers, it stays constant. In all but GLM 4.5 and 4.6, keys
-and values of all heads are computed from one narrow vector per token, the latent
+only in pre-training; here, as in Transformers, it stays constant. In DeepSeek and GLM 4.7, keys and
+values of all heads are computed from one narrow vector per token, the latent
 (https://arxiv.org/abs/2405.04434, section 2.1); all heads share the rotated part of the keys.
 """
 
@@ -20,10 +20,12 @@ from jaxtyping import Array, Float
 from megatrain_jax._src.lm.models import hf_common
 from megatrain_jax._src.lm.models.causal_attention import attention
 from megatrain_jax._src.lm.models.decoder_options import DecoderOptions, ParameterMaker
+from megatrain_jax._src.lm.models.families.dense import exaone4_layers
 from megatrain_jax._src.lm.models.family import ATTENTION_BIAS, MLP_BIAS, Family
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.layers import (
     MLP,
+    Attention,
     Buffer,
     HiddenStates,
     Layer,
@@ -63,20 +65,23 @@ class BiasedRouter(nnx.Module):
 
 
 class BiasedMixture(MixtureOfExperts):
-    """Experts with a biased router, and one expert that all tokens share.
+    """Experts with a biased router, and perhaps one expert that all tokens share.
 
     Attributes:
         router: Class of the router; called with the width, the number of experts and a maker.
+        least: Number added to the sum by which shares are divided: sigmoids may all be 0 in fp32.
     """
 
     router: ClassVar[Callable[..., Any]] = BiasedRouter
+    least: ClassVar[float] = 1e-20
 
     def __init__(self, config: DecoderOptions, experts: Experts, make: ParameterMaker):
         """Makes the parameters."""
         super().__init__(config, experts, make)
         self.routing = config.options
         self.gate = self.router(config.hidden_size, experts.num, make)
-        self.shared_experts = MLP(config, make, experts.shared_size)
+        size = experts.shared_size
+        self.shared_experts = None if size is None else MLP(config, make, size)
 
     def __call__(self, x: HiddenStates, segments: Segments) -> tuple[HiddenStates, None]:
         """Returns the result of all experts for x, and None: no loss balances them."""
@@ -84,7 +89,11 @@ class BiasedMixture(MixtureOfExperts):
 
     def with_shared(self, mixed: HiddenStates, x: HiddenStates) -> HiddenStates:
         """Adds the shared expert's result."""
-        return mixed + self.shared_experts(x)
+        return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
+
+    def bias(self) -> Float[Array, " num"]:
+        """Returns the bias that affects the choice of experts."""
+        return self.gate.e_score_correction_bias[...].astype(jnp.float32)
 
     def route(self, tokens: Float[Array, "tokens width"]) -> Routed:
         """Returns each token's experts, their shares, and all scores.
@@ -94,7 +103,7 @@ class BiasedMixture(MixtureOfExperts):
         """
         weight = self.gate.weight[...].astype(jnp.float32)
         scores = jax.nn.sigmoid(tokens.astype(jnp.float32) @ weight.T)
-        biased = scores + self.gate.e_score_correction_bias[...].astype(jnp.float32)
+        biased = scores + self.bias()
         grouped = biased.reshape(scores.shape[0], self.routing.groups, -1)
         # The bias balances loads: it affects the choice, but not the shares.
         best = jax.lax.top_k(grouped, 2)[0].sum(-1)
@@ -104,9 +113,23 @@ class BiasedMixture(MixtureOfExperts):
         _, chosen = jax.lax.top_k(grouped.reshape(scores.shape), self.settings.per_token)
         shares = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.settings.normalize:
-            # Sigmoids may all be 0 in fp32; Transformers adds the same constant.
-            shares = shares / (shares.sum(-1, keepdims=True) + 1e-20)
+            shares = shares / (shares.sum(-1, keepdims=True) + self.least)
         return chosen, shares * self.routing.scale, scores
+
+
+class OuterBiasMixture(BiasedMixture):
+    """The same with a bias that is no part of the router in the files."""
+
+    router = Linear
+
+    def __init__(self, config: DecoderOptions, experts: Experts, make: ParameterMaker):
+        """Makes the parameters, and the bias."""
+        super().__init__(config, experts, make)
+        self.e_score_correction_bias = Buffer(jnp.zeros(experts.num))
+
+    def bias(self) -> Float[Array, " num"]:
+        """Returns the bias that affects the choice of experts."""
+        return self.e_score_correction_bias[...].astype(jnp.float32)
 
 
 class Glm4MoeLayer(Layer):
@@ -127,6 +150,9 @@ def _grouped_experts(
     moe_intermediate_size: int,
     n_routed_experts: int,
     routed_scaling_factor: float,
+    norm_topk_prob: bool = True,
+    names: tuple[str, str] = ("n_routed_experts", "num_local_experts"),
+    shared: str = "n_shared_experts",
     **others: Any,
 ) -> dict[str, Any]:
     """Returns the arguments of `DecoderConfig` about experts and routing.
@@ -142,6 +168,9 @@ def _grouped_experts(
         moe_intermediate_size: Default of this field.
         n_routed_experts: Default of this field.
         routed_scaling_factor: Default of this field.
+        norm_topk_prob: Default of this field.
+        names: See `hf_common.experts`.
+        shared: The field with the number of experts that all tokens share.
         **others: Further options.
     """
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
@@ -153,12 +182,12 @@ def _grouped_experts(
         layers = tuple(range(first, fields.integer("num_hidden_layers")))
     experts = hf_common.experts(
         fields,
-        ("n_routed_experts", "num_local_experts"),
+        names,
         num=n_routed_experts,
         per_token=per_token,
         intermediate_size=inside,
-        shared_size=inside * fields.integer("n_shared_experts", 1),
-        normalize=fields.flag("norm_topk_prob", True),
+        shared_size=inside * fields.integer(shared, 1),
+        normalize=fields.flag("norm_topk_prob", norm_topk_prob),
         layers=layers,
         balance=0.0,
     )
@@ -185,6 +214,151 @@ GLM4_MOE = Family(
         fields, moe_intermediate_size=1408, n_routed_experts=128, routed_scaling_factor=1.0
     ),
     kept=("model.layers.{num_layers}.",),
+)
+
+
+def _dots1(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    size, first = hf_common.window(fields), fields.integer("max_window_layers", 62, least=0)
+    types = [
+        "sliding_attention" if size and i >= first else "full_attention"
+        for i in range(sizes["num_layers"])
+    ]
+    for name in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok"):
+        fields.integer(name)  # has no default
+    experts = _grouped_experts(
+        fields,
+        first_k_dense_replace=0,
+        moe_intermediate_size=1408,
+        n_routed_experts=1,
+        routed_scaling_factor=1.0,
+        norm_topk_prob=False,
+    )
+    return experts | {"windows": hf_common.windows_by_type(fields, types, size)}
+
+
+# dots.llm1: experts as in GLM 4.5, and a window in the upper layers. Transformers doesn't read the
+# neutral and the unread fields.
+DOTS1 = Family(
+    model_type="dots1",
+    architecture="Dots1ForCausalLM",
+    scorer=None,
+    neutral={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    unread="ep_size aux_loss_alpha seq_aux pretraining_tp use_sliding_window",
+    sizes={"kv_heads": 32},
+    always={"qk_norm": True, "layer": Glm4MoeLayer},
+    more=_dots1,
+)
+
+
+class ExaoneMoeLayer(Layer):
+    """A layer with experts whose bias is no part of the router."""
+
+    mixture = OuterBiasMixture
+
+
+def _exaone_moe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    num_layers, kinds = sizes["num_layers"], fields.listed("mlp_layer_types", str, "names")
+    first = fields.integer("first_k_dense_replace", 1, least=0)
+    kinds = [("dense", "sparse")[i >= first] for i in range(num_layers)] if kinds is None else kinds
+    known = {"dense": False, "sparse": True}
+    layers = hf_common.layers_of_kind("mlp_layer_types", kinds, known, num_layers)
+    fields.neutral(is_moe_layer=[i in layers for i in range(num_layers)])
+    experts = _grouped_experts(
+        fields,
+        layers=layers,
+        moe_intermediate_size=1024,
+        n_routed_experts=64,
+        routed_scaling_factor=2.5,
+        names=("num_experts", "num_experts"),
+        shared="num_shared_experts",
+    )
+    return experts | exaone4_layers(fields, sizes)
+
+
+# K-EXAONE: experts as in GLM 4.5, and windows as in EXAONE 4. Transformers doesn't read the neutral
+# and the unread fields; layers that predict further tokens (`mtp`) are kept unchanged.
+EXAONE_MOE = Family(
+    model_type="exaone_moe",
+    architecture="ExaoneMoeForCausalLM",
+    scorer=None,
+    flags={},
+    neutral={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    unread="first_last_k_dense_replace",
+    sizes={"kv_heads": 32, "eps": 1e-5},
+    always={"qk_norm": True, "layer": ExaoneMoeLayer},
+    more=_exaone_moe,
+    kept=("mtp.",),
+)
+
+
+class AfmoeAttention(Attention):
+    """Attention with results multiplied by a gate."""
+
+    def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
+        """Makes the parameters of one layer's attention."""
+        super().__init__(config, layer, make)
+        self.gate_proj = Linear(config.hidden_size, self.query_size, make)
+
+    def gated(self, mixed: HiddenStates, x: HiddenStates) -> HiddenStates:
+        """Returns attention's results times their gate."""
+        return mixed * jax.nn.sigmoid(self.gate_proj(x))
+
+
+class AfmoeLayer(ExaoneMoeLayer):
+    """A layer with this attention, and experts whose bias is no part of the router."""
+
+    attention = AfmoeAttention
+
+
+def _afmoe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    step, num_layers = fields.integer("global_attn_every_n_layers", 4), sizes["num_layers"]
+    windows = hf_common.windows_by_step(fields, step, hf_common.window(fields, 1024))
+    inside = fields.integer("moe_intermediate_size", 1408)
+    experts = hf_common.experts(
+        fields,
+        ("num_experts", "num_experts"),
+        num=64,
+        per_token=6,
+        intermediate_size=inside,
+        shared_size=inside * fields.integer("num_shared_experts", 2),
+        normalize=True,
+        layers=tuple(range(fields.integer("num_dense_layers", 1, least=0), num_layers)),
+        balance=0.0,
+    )
+    scale = fields.number("route_scale", 1.0)
+    return {
+        "windows": windows,
+        "unrotated": tuple(i for i, window in enumerate(windows) if window is None),
+        "scale_embedding": fields.flag("mup_enabled", False) and sizes["hidden_size"] ** 0.5,
+        "experts": experts,
+        "options": GroupedRouting(groups=1, groups_per_token=1, scale=scale),
+    }
+
+
+# Arcee's Trinity: four norms per layer, attention with a gate, experts chosen by biased scores.
+# Layers without a window don't rotate. Only the original code reads the neutral and unread fields.
+AFMOE = Family(
+    model_type="afmoe",
+    architecture="AfmoeForCausalLM",
+    scorer=None,
+    neutral={
+        "n_group": 1,
+        "topk_group": 1,
+        "num_expert_groups": 1,
+        "num_limited_groups": 1,
+        "route_norm": True,
+        "score_func": "sigmoid",
+    },
+    unread="load_balance_coeff use_grouped_mm",
+    sizes={"head_dim": 128, "eps": 1e-5},
+    always={"qk_norm": True, "sandwich_norms": True, "norm_in_fp32": True, "layer": AfmoeLayer},
+    more=_afmoe,
+    renames={
+        "pre_feedforward_layernorm": "pre_mlp_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
+        "gate": "router.gate",
+        "e_score_correction_bias": "expert_bias",
+    },
 )
 
 

@@ -732,13 +732,14 @@ class Exaone4Layer(Olmo2Layer):
     attention = Attention
 
 
-def _exaone4(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+def exaone4_layers(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `DecoderConfig` about windows, which decide what rotates."""
     size = fields.integer("sliding_window", 4096, null=True)
     fields.take("sliding_window_pattern", None)  # "LLLG" in files that have `layer_types`, too
     if fields.take("layer_types", None) is not None:
         windows = hf_common.windows_by_type(fields, [], size)
     elif size is None:
-        raise ValueError("an exaone4 with `sliding_window` = None needs `layer_types`")
+        raise ValueError(f"an {fields.family} with `sliding_window` = None needs `layer_types`")
     else:
         step = fields.integer("sliding_window_pattern", 4)
         windows = hf_common.windows_by_step(fields, step, size)
@@ -754,5 +755,5 @@ EXAONE4 = Family(
     flags={},
     sizes={"kv_heads": 32, "eps": 1e-5},
     always={"qk_norm": True, "layer": Exaone4Layer},
-    more=_exaone4,
+    more=exaone4_layers,
 )

@@ -18,6 +18,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.models import hf_common
 from megatrain_jax._src.lm.models.decoder_options import ACTIVATIONS, DecoderOptions, ParameterMaker
 from megatrain_jax._src.lm.models.delta_rule import short_convolution
+from megatrain_jax._src.lm.models.families.deepseek import GroupedRouting, OuterBiasMixture
 from megatrain_jax._src.lm.models.families.dense import granite_scales
 from megatrain_jax._src.lm.models.families.mixtures import GatedSharedMixture
 from megatrain_jax._src.lm.models.family import ATTENTION_BIAS, MLP_BIAS, Family, multimodal_family
@@ -796,6 +797,15 @@ def _lfm2(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_LFM2_SIZES: dict[str, Any] = {
+    "kv_heads": 8,
+    "eps": 1e-5,
+    "eps_name": "norm_eps",
+    "tied": True,
+    "activation": "silu",
+}
+
+
 # LFM2: a short convolution between two gates in most layers, attention in the rest. Transformers
 # doesn't read the unread fields: other names of its fields, and settings of fresh parameters.
 LFM2 = Family(
@@ -805,14 +815,7 @@ LFM2 = Family(
     neutral={"block_use_swiglu": True, "use_pos_enc": True, "hidden_act": "silu"},
     unread="block_dim block_norm_eps conv_dim conv_dim_out num_heads block_mlp_init_scale "
     "block_out_init_scale block_use_xavier_init conv_use_xavier_init",
-    sizes={
-        "kv_heads": 8,
-        "eps": 1e-5,
-        "eps_name": "norm_eps",
-        "tied": True,
-        "activation": "silu",
-        "intermediate_size": 12_288,
-    },
+    sizes={**_LFM2_SIZES, "intermediate_size": 12_288},
     rope={"theta": 1_000_000.0},
     always={"qk_norm": True, "layer": Lfm2Layer},
     more=_lfm2,
@@ -829,4 +832,66 @@ LFM2 = Family(
         "up_proj": "w3",
         "down_proj": "w2",
     },
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lfm2MoeOptions(ConvolutionOptions, GroupedRouting):
+    """The sizes of the convolutions, and the options of routing."""
+
+
+class Lfm2Mixture(OuterBiasMixture):
+    """Experts chosen by biased scores."""
+
+    least = 1e-6
+
+
+class Lfm2MoeLayer(Lfm2Layer):
+    """A convolution or attention, then an MLP or experts."""
+
+    mixture = Lfm2Mixture
+
+
+def _lfm2_moe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    num_layers = sizes["num_layers"]
+    types = fields.listed("layer_types", str, "names") or []
+    layers = hf_common.layers_of_kind(
+        "layer_types", types, {"conv": True, "full_attention": False}, num_layers
+    )
+    experts = hf_common.experts(
+        fields,
+        ("num_experts", "num_experts"),
+        num=32,
+        per_token=4,
+        intermediate_size=fields.integer("moe_intermediate_size", 1792),
+        normalize=fields.flag("norm_topk_prob", True),
+        layers=tuple(range(fields.integer("num_dense_layers", 2, least=0), num_layers)),
+        balance=0.0,
+    )
+    return {
+        "tie_embeddings": fields.flag("tie_embedding", sizes["tie_embeddings"]),
+        "unrotated": layers,
+        "experts": experts,
+        "options": Lfm2MoeOptions(
+            layers=layers,
+            taps=fields.integer("conv_L_cache", 3),
+            bias=fields.flag("conv_bias", False),
+            groups=1,
+            groups_per_token=1,
+            scale=fields.number("routed_scaling_factor", 1.0),
+        ),
+    }
+
+
+# LFM2 with experts in all but the first layers, chosen by biased scores.
+LFM2_MOE = replace(
+    LFM2,
+    model_type="lfm2_moe",
+    architecture="Lfm2MoeForCausalLM",
+    neutral={"use_expert_bias": True},
+    unread="",
+    sizes={**_LFM2_SIZES, "intermediate_size": 7168},
+    always={"qk_norm": True, "layer": Lfm2MoeLayer},
+    more=_lfm2_moe,
+    renames={**LFM2.renames, "e_score_correction_bias": "expert_bias"},
 )
