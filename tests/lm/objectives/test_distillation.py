@@ -10,7 +10,7 @@ from messages import refuses
 from small_logits import VOCAB, WIDTH, arrays, full, teacher
 
 
-@pytest.mark.by_default("7-5.0-1.0-True-0.3")
+@pytest.mark.by_default("7-5.0-1.0-True-0.3", "64-5.0-2.0-False-1.0")
 @pytest.mark.parametrize(
     ("chunk", "softcap", "temperature", "tail", "alpha"),
     [(7, 5.0, 1.0, True, 0.3), (64, 5.0, 2.0, False, 1.0), (1, None, 1.0, True, 0.5)],
