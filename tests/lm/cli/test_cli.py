@@ -21,7 +21,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.state.pool import usable_bytes
 from megatrain_jax._src.lm.cli import planner
-from megatrain_jax._src.lm.cli.catalogue import known_model, known_models
+from megatrain_jax._src.lm.cli.catalogue import config_values, known_model, known_models
 from megatrain_jax._src.lm.cli.errors import with_cli_options
 from megatrain_jax._src.lm.cli.main import main
 from megatrain_jax._src.lm.cli.model_and_batch import batch_shapes, frozen_of
@@ -29,7 +29,7 @@ from megatrain_jax._src.lm.cli.plan_command import advice
 from megatrain_jax._src.lm.cli.plan_settings import PlanSettings
 from megatrain_jax._src.lm.cli.planner import config_of
 from megatrain_jax._src.lm.models import causal_attention
-from messages import tells
+from messages import refuses, tells
 from published import num_parameters
 from tiny_sizes import TINY
 
@@ -59,7 +59,21 @@ def test_whole_known_models_have_the_published_number_of_parameters(name: str):
 def test_known_models_are_found_by_name():
     found = known_model("Qwen/qwen3-8b")
     assert found is known_models()["Qwen3-8B"] and known_model("Qwen3") is None
+    for name, known in (
+        ("GPT-OSS-20B", "gpt-oss-20b"),
+        ("unsloth/gpt-oss-120b-BF16", "gpt-oss-120b"),
+        ("google/gemma-3-12b-it", "Gemma-3-12B"),
+        ("zai-org/glm-4.5-air", "GLM-4.5-Air"),
+        ("zai-org/GLM-4-9B-0414", "GLM-4-9B-0414"),
+        ("Qwen3-VL-8B-Instruct", "Qwen3-VL-8B"),
+        ("Qwen/Qwen3-30B-A3B-Thinking-2507", "Qwen3-30B-A3B"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "Llama-3-8B"),
+    ):
+        assert known_model(name) is known_models()[known], name
+    assert known_model("instruct") is None and known_model("Qwen3-8B-VL") is None
     assert len({name.lower() for name in known_models()}) == len(known_models())
+    with refuses(FileNotFoundError, "Qwen/QWEN3-9B", "Qwen3-8B"):
+        config_values("Qwen/QWEN3-9B")
 
 
 @pytest.fixture
@@ -332,11 +346,11 @@ def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
     ("arguments", "message"),
     [
         (["plna"], "'plna' plan, finetune, grpo, pretrain, chat merge"),
-        (["plan", "Qwen3-8b-base", "--gpu", "H100"], "known Qwen3-8B"),
+        (["plan", "Qwen3-8b-bass", "--gpu", "H100"], "known Qwen3-8B"),
         (["plan", "there/is/none", "--gpu", "H100"], "folder file known"),
         (["plan", "Qwen3-8B", "--gpu", "H1000"], "card 'H1000' H100"),
         (["plan", "Qwen3-8B", "--gpu", "H1000", "--tokens=8", "--length=9"], "card 'H1000'"),
-        (["plan", "Qwen3-8b-base", "--tokens=8", "--length=9"], "known Qwen3-8B"),
+        (["plan", "Qwen3-8b-bass", "--tokens=8", "--length=9"], "known Qwen3-8B"),
         (["plan", "Qwen3-8B"], "GPU here --gpu H100"),
         (["plan", "Qwen3-8B", "--gpus", "0"], "`gpus` 1 0"),
         (["plan", "Qwen3-8B", "--gpus", "two"], "--gpus integer two"),

@@ -8,6 +8,7 @@ with the model built from its sizes.
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,6 +18,8 @@ from typing import Any
 from megatrain_jax._src.lm.common.hf_folder import read_json, required_file
 
 _FILE = Path(__file__).with_name("catalogue.json")
+# What checkpoints of the same sizes add to a name: their training, or the month of their release.
+_VARIANT = re.compile(r"(-(it|pt|base|instruct|chat|thinking|hf|bf16|\d{4}))+$")
 _REQUIRED = frozenset(
     ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     + ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
@@ -58,10 +61,20 @@ def known_model(name: str) -> KnownModel | None:
     """The model with a name; None for an unknown name.
 
     Args:
-        name: A name in the table, in any capitals, also with its publisher: "Qwen/Qwen3-8B".
+        name: A name in the table, in any capitals, also with its publisher and a variant of the
+            same sizes: "Qwen/Qwen3-4B-Instruct-2507", "meta-llama/Meta-Llama-3-8B".
     """
-    short = name.rpartition("/")[2].lower()
-    return {known.lower(): model for known, model in known_models().items()}.get(short)
+    known, short = _by_short_name(), _short(name)
+    return known.get(short) or known.get(_VARIANT.sub("", short))
+
+
+def _short(name: str) -> str:
+    return name.rpartition("/")[2].lower().removeprefix("meta-")
+
+
+@functools.cache
+def _by_short_name() -> dict[str, KnownModel]:
+    return {name.lower(): model for name, model in known_models().items()}
 
 
 def config_values(model: str) -> dict[str, Any]:
@@ -80,7 +93,8 @@ def config_values(model: str) -> dict[str, Any]:
         folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
         return read_json(required_file(folder, name))
     if (known := known_model(model)) is None:
-        near = get_close_matches(model, known_models(), n=3)
+        names = {name.lower(): name for name in known_models()}
+        near = [names[short] for short in get_close_matches(_short(model), names, n=3)]
         known_names = ", ".join(known_models())
         hint = f"did you mean {' or '.join(near)}" if near else f"known are {known_names}"
         raise FileNotFoundError(
