@@ -1,6 +1,9 @@
-"""Prints the tests that a run skipped, as arguments of pytest, from the run's JUnit report.
+"""Prints the tests that runs skipped, as arguments of pytest, from the runs' JUnit reports.
 
 pytest --junitxml=report.xml; python tests/skipped.py report.xml > skipped; pytest @skipped
+
+Of files that are skipped for one reason, at one line of a module that they import, a run in several
+processes reports one. A run with `-n 0` and `-k` reports all of them in seconds.
 """
 
 import sys
@@ -25,4 +28,4 @@ def skipped(report: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(*skipped(Path(sys.argv[1])), sep="\n")
+    print(*dict.fromkeys(x for report in sys.argv[1:] for x in skipped(Path(report))), sep="\n")

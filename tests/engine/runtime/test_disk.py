@@ -416,15 +416,14 @@ def test_state_that_can_t_be_pinned_rests_in_ordinary_memory(monkeypatch: pytest
         if len(asked) == 1:
             raise pool.PinningRefusedError("the system refused more", num_bytes // 2)
 
-    with state_on_disk():
+    def fit(spec: Any, *_: Any) -> Any:
+        return fitted(spec) if spec.options.disk_folders else spec
+
+    with state_on_disk(), monkeypatch.context() as patch:
         fitted = start.fit_to_host
-        monkeypatch.setattr(
-            start,
-            "fit_to_host",
-            lambda spec, *_: fitted(spec) if spec.options.disk_folders else spec,
-        )
-        monkeypatch.setattr(start, "in_memory", drive.in_memory)
-        monkeypatch.setattr(pool, "reserve", refusing)
+        patch.setattr(start, "fit_to_host", fit)
+        patch.setattr(start, "in_memory", drive.in_memory)
+        patch.setattr(pool, "reserve", refusing)
         with warns(UserWarning, "pinned", "`disk_dir`", "/dev/shm"):
             little = make_trainer(CASE, OPTIMIZERS["clip_adamw"], budget="minimum")
     assert len(asked) == 2 and spec_of(little).on_disk
