@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -17,7 +18,7 @@ _WIDTH, _STEPS = 512, 4
 _CABLE = Path("/sys/class/net/veth0/statistics/rx_bytes")
 
 
-def loss_fn(params: list[np.ndarray], x: np.ndarray) -> jnp.ndarray:
+def loss_fn(params: list[jax.Array], x: jax.Array) -> jax.Array:
     for w in params:
         x = jnp.tanh(x @ w)
     return jnp.mean(x**2)

@@ -126,7 +126,7 @@ def test_sums_and_means_are_those_over_the_processes():
     for at, shard in ((own.slabs_on_device, (4,)), (own.small_on_device, (8,))):
         x = jax.device_put(np.zeros(8), at)
         assert own._joined_sharding(x).shard_shape((16,)) == shard
-    rows = {"loss": np.float32([1, 3]), "weight": np.float32([5, 6])}
+    rows = {"loss": np.array([1, 3], "float32"), "weight": np.array([5, 6], "float32")}
     rows = jax.device_put(rows, NamedSharding(across, PartitionSpec(_ACROSS)))
     assert KernelCache().get(steps.row_means(own))(rows) == {"loss": 2, "weight": 11}
 

@@ -34,7 +34,7 @@ def test_what_differs_in_any_process_is_named():
     def digests(facts):
         """What a process sends for these facts."""
         processes, sent = processes_of(FakeBoard()), []
-        processes.gather = lambda where, value: sent.append(value) or [value]
+        processes.gather = lambda where, value=None: sent.append(value) or [value]
         processes.agree("the beginning", lambda: facts)
         return sent[0]
 
