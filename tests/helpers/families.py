@@ -114,6 +114,8 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
             name = name.replace("model.language_model.", "model.").replace(
                 "model.visual.", "visual."
             )
+        if model.config.model_type == "nemotron_h":
+            name = name.replace("model.", "backbone.", 1)
         if mixtral:
             name = name.replace(".mlp.", ".block_sparse_moe.")
         if model.config.model_type == "exaone_moe":
@@ -125,12 +127,15 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
                 name = name.replace(f"block_sparse_moe.{ours}", f"block_sparse_moe.{files}")
             found[name] = array
             continue
-        if last not in ("gate_up_proj", "down_proj") or model.config.model_type in stacked:
+        if (
+            last not in ("gate_up_proj", "up_proj", "down_proj")
+            or model.config.model_type in stacked
+        ):
             found[name] = array
             continue
         for e, matrix in enumerate(array):
-            if last == "down_proj":
-                found[f"{base}.{e}.{down}.weight"] = matrix
+            if last != "gate_up_proj":
+                found[f"{base}.{e}.{down if last == 'down_proj' else up}.weight"] = matrix
             else:
                 halves = np.split(matrix, 2)
                 found[f"{base}.{e}.{gate}.weight"] = halves[0]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from megatrain_jax._src.lm.models.config import FAMILIES as FAMILIES_BY_TYPE
 from megatrain_jax._src.lm.models.pretrained import parameter_tensors
 from megatrain_jax.models import (
     Decoder,
@@ -69,6 +70,7 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         "falcon-h1",
         "granite4",
         "afmoe",
+        "nemotron-h",
     ],
     indirect=True,
 )
@@ -86,7 +88,7 @@ def test_packed_documents_are_as_each_alone(pair):
 
 @pytest.mark.by_default(
     *("glm4-moe", "granite4", "olmo2", "nemotron", "llama", "minimax-m2", "qwen3"),
-    *("afmoe", "cohere", "lfm2-moe"),
+    *("afmoe", "cohere", "lfm2-moe", "nemotron-h"),
 )
 def test_logits_and_gradients(pair):
     _, reference, pretrained = pair
@@ -224,10 +226,11 @@ def test_the_least_variance_of_each_norm_is_that_of_transformers(name):
     config = DecoderConfig.from_hf(known)
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     found = {path: vars(module).get("eps") for path, module in nnx.iter_modules(model)}
-    modules, count = dict(reference.named_modules()), 0
+    body = FAMILIES_BY_TYPE[config.family or ""].body
+    modules, count = {n.removeprefix("model"): m for n, m in reference.named_modules()}, 0
     for entry in parameter_tensors(config):
         if isinstance(eps := found[entry.path[:-1]], float):
-            norm = modules[entry.names[0].rpartition(".")[0]]
+            norm = modules[entry.names[0].removeprefix(body).rpartition(".")[0]]
             assert eps == getattr(norm, "variance_epsilon", getattr(norm, "eps", None)), entry.path
             count += 1
     assert count > config.num_layers

@@ -201,6 +201,7 @@ _FULL: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "exaone_moe": {},
     "afmoe": {},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"] * 10},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 15},
     "deepseek_v2": {"num_experts_per_tok": 2, "num_key_value_heads": 32},
     "glm4_moe_lite": {"num_key_value_heads": 32},

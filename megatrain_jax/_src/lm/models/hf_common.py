@@ -610,8 +610,10 @@ def experts(
             `router_aux_loss_coef`.
     """
     # Files of one family use either name; both are taken, so that neither is refused as unknown.
-    second = fields.integer(names[1], None)
-    num = fields.integer(names[0], None) or second or num
+    first, second = (fields.integer(name, None) for name in names)
+    if first and second and first != second:
+        raise ValueError(f"`{names[0]}` = {first} contradicts `{names[1]}` = {second}")
+    num = first or second or num
     weight = fields.number("router_aux_loss_coef", 0.001, least=0) if balance is None else balance
     # Transformers adds the loss in training only if it is asked for the routers' logits.
     is_balanced = fields.flag("output_router_logits", False)

@@ -205,6 +205,17 @@ def gated(activation: Callable[[Array], Array]) -> Expert:
 
 
 @cache
+def plain(activation: Callable[[Array], Array]) -> Expert:
+    """Returns two products with this activation between them; the second weight is down."""
+
+    def expert(x, matrices, product):
+        up, down = matrices
+        return LastProduct(activation(product(x, up)), down)
+
+    return expert
+
+
+@cache
 def gated_fused(activation: Callable[[Array], Array], *, out_first: bool = True) -> Expert:
     """Returns a gated MLP with gate and up matrices joined in one; the second weight is down."""
 

@@ -138,7 +138,7 @@ class Glm4MoeLayer(Layer):
     mixture = BiasedMixture
 
 
-def _grouped_experts(
+def grouped_experts(
     fields: Fields,
     *,
     options: type[GroupedRouting] = GroupedRouting,
@@ -210,7 +210,7 @@ GLM4_MOE = Family(
     flags={"attention_bias": (False, "qkv_bias"), "use_qk_norm": (False, "qk_norm")},
     rope={"share": 0.5},
     always={"layer": Glm4MoeLayer},
-    more=lambda fields, _: _grouped_experts(
+    more=lambda fields, _: grouped_experts(
         fields, moe_intermediate_size=1408, n_routed_experts=128, routed_scaling_factor=1.0
     ),
     kept=("model.layers.{num_layers}.",),
@@ -225,7 +225,7 @@ def _dots1(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     ]
     for name in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok"):
         fields.integer(name)  # has no default
-    experts = _grouped_experts(
+    experts = grouped_experts(
         fields,
         first_k_dense_replace=0,
         moe_intermediate_size=1408,
@@ -263,7 +263,7 @@ def _exaone_moe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     known = {"dense": False, "sparse": True}
     layers = hf_common.layers_of_kind("mlp_layer_types", kinds, known, num_layers)
     fields.neutral(is_moe_layer=[i in layers for i in range(num_layers)])
-    experts = _grouped_experts(
+    experts = grouped_experts(
         fields,
         layers=layers,
         moe_intermediate_size=1024,
@@ -520,7 +520,7 @@ def _scale(fields: Fields, dim: int) -> float:
 
 def _deepseek_v3(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     attention, options = _latent(fields, sizes)
-    experts = _grouped_experts(
+    experts = grouped_experts(
         fields,
         options=DeepseekOptions,
         n_group=8,
@@ -556,7 +556,7 @@ def _glm4_moe_lite(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     num_layers, kinds = sizes["num_layers"], fields.listed("mlp_layer_types", str, "names")
     kinds = ["dense"] + ["sparse"] * (num_layers - 1) if kinds is None else kinds
     known = {"dense": False, "sparse": True}
-    experts = _grouped_experts(
+    experts = grouped_experts(
         fields,
         options=DeepseekOptions,
         per_token=4,

@@ -18,7 +18,13 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.models import hf_common
 from megatrain_jax._src.lm.models.decoder_options import ACTIVATIONS, DecoderOptions, ParameterMaker
 from megatrain_jax._src.lm.models.delta_rule import short_convolution
-from megatrain_jax._src.lm.models.families.deepseek import GroupedRouting, OuterBiasMixture
+from megatrain_jax._src.lm.models.expert_blocks import mix
+from megatrain_jax._src.lm.models.families.deepseek import (
+    BiasedMixture,
+    GroupedRouting,
+    OuterBiasMixture,
+    grouped_experts,
+)
 from megatrain_jax._src.lm.models.families.dense import granite_scales
 from megatrain_jax._src.lm.models.families.mixtures import GatedSharedMixture
 from megatrain_jax._src.lm.models.family import ATTENTION_BIAS, MLP_BIAS, Family, multimodal_family
@@ -32,12 +38,21 @@ from megatrain_jax._src.lm.models.layers import (
     Layer,
     Linear,
     MixtureOfExperts,
+    PlainMLP,
     Segments,
     make_norm,
     rms_normalized,
 )
 from megatrain_jax._src.lm.models.linear_attention import gated_delta_rule
-from megatrain_jax._src.lm.models.moe import Experts, Routed, Tally, Weights, gated_fused, route
+from megatrain_jax._src.lm.models.moe import (
+    Experts,
+    Routed,
+    Tally,
+    Weights,
+    gated_fused,
+    plain,
+    route,
+)
 from megatrain_jax._src.lm.models.rotary import Rotation
 
 
@@ -894,4 +909,200 @@ LFM2_MOE = replace(
     always={"qk_norm": True, "layer": Lfm2MoeLayer},
     more=_lfm2_moe,
     renames={**LFM2.renames, "e_score_correction_bias": "expert_bias"},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NemotronHOptions(StateSpaceOptions):
+    """What each layer is, in addition to the state-space options.
+
+    Attributes:
+        kinds: The kind of each layer: a key of `_NEMOTRON_H_KINDS`.
+        routing: The options of expert routing.
+        latent: Width of the vectors that experts read and write; None for the hidden states' width.
+    """
+
+    kinds: tuple[str, ...]
+    routing: GroupedRouting
+    latent: int | None
+
+
+class PlainExperts(nnx.Module):
+    """The two matrices of all experts of one layer."""
+
+    def __init__(self, experts: Experts, wide: int, make: ParameterMaker):
+        """Makes the matrices."""
+        self.up_proj = ExpertMatrix(experts.num, wide, experts.intermediate_size, make)
+        self.down_proj = ExpertMatrix(experts.num, experts.intermediate_size, wide, make)
+
+
+class NemotronHMixture(BiasedMixture):
+    """Experts without gates, which may read and write narrower vectors, and a shared one."""
+
+    def __init__(self, config: DecoderOptions, experts: Experts, make: ParameterMaker):
+        """Makes the parameters."""
+        # The base class's constructor is not called: its experts have three matrices.
+        wide, options = config.hidden_size, config.options
+        self.settings, self.routing = experts, options.routing
+        self.expert = plain(ACTIVATIONS[config.activation])
+        self.gate = self.router(wide, experts.num, make)
+        self.experts = PlainExperts(experts, options.latent or wide, make)
+        self.shared_experts = PlainMLP(
+            replace(config, intermediate_size=experts.shared_size or 0), make
+        )
+        between, bias = options.latent, config.mlp_bias
+        self.fc1_latent_proj = Linear(wide, between, make, bias=bias) if between else None
+        self.fc2_latent_proj = Linear(between, wide, make, bias=bias) if between else None
+
+    def __call__(self, x: HiddenStates, segments: Segments) -> tuple[HiddenStates, None]:
+        """Returns the result of all experts for x, and None: no loss balances them."""
+        y = x.reshape(-1, x.shape[-1])
+        chosen, shares, _ = self.route(y)
+        y = y if self.fc1_latent_proj is None else self.fc1_latent_proj(y)
+        y = mix(y, chosen, shares, self.weights(), self.expert)
+        y = y if self.fc2_latent_proj is None else self.fc2_latent_proj(y)
+        return self.with_shared(y.reshape(x.shape), x), None
+
+    def weights(self) -> Weights:
+        """Returns the experts' weights; each array has the experts as its first axis."""
+        return self.experts.up_proj(), self.experts.down_proj()
+
+
+class NemotronHLayer(nnx.Module):
+    """One part alone, with a norm and a residual connection.
+
+    Attributes:
+        mixes_tokens: Whether this part mixes tokens, so that generation keeps a cache for it.
+    """
+
+    def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
+        """Makes the parameters of one layer."""
+        self.input_layernorm = make_norm(config.hidden_size, config, make)
+        kind, experts = config.options.kinds[layer], config.experts
+        self.mixes_tokens = kind in ("linear_attention", "full_attention")
+        if kind == "linear_attention":
+            # The configuration's activation is that of MLPs.
+            self.mixer = StateSpace(replace(config, activation="silu"), make)
+        elif kind == "full_attention":
+            self.mixer = Attention(config, layer, make)
+        elif experts and kind == "moe":
+            self.mixer = NemotronHMixture(config, experts, make)
+        else:
+            self.mixer = PlainMLP(config, make)
+
+    def __call__(
+        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
+    ) -> tuple[HiddenStates, None]:
+        """Returns the layer's result, and None: there are no experts to tally."""
+        y = self.input_layernorm(x)
+        if isinstance(self.mixer, Attention):
+            y = self.mixer(y, rotation, segments)
+        elif isinstance(self.mixer, NemotronHMixture):
+            y, _ = self.mixer(y, segments)
+        elif isinstance(self.mixer, StateSpace):
+            y = self.mixer(y, segments)
+        else:
+            y = self.mixer(y)
+        return x + y, None
+
+
+_NEMOTRON_H_KINDS = {"linear_attention": "M", "moe": "E", "full_attention": "*", "mlp": "-"}
+
+
+def _nemotron_h_kinds(fields: Fields) -> list[str]:
+    """Returns the kind of each layer, by names or letters; Transformers has further names."""
+    pattern, found = fields.take("hybrid_override_pattern", None), None
+    for name in ("layer_types", "layers_block_type"):
+        found = fields.listed(name, str, "names") or found
+    letters = {letter: kind for kind, letter in _NEMOTRON_H_KINDS.items()}
+    if found is None and pattern is not None:
+        if not isinstance(pattern, str) or set(pattern) - set(letters):
+            allowed = f"a string of {', '.join(letters)}"
+            raise ValueError(checks.refused("hybrid_override_pattern", allowed, pattern))
+        return [letters[letter] for letter in pattern]
+    older = {"mamba": "linear_attention", "attention": "full_attention"}
+    return [older.get(kind, kind) for kind in found or _NEMOTRON_H_KINDS]
+
+
+def _nemotron_h(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    kinds, num_layers = _nemotron_h_kinds(fields), sizes["num_layers"]
+
+    def layers(kind: str) -> tuple[int, ...]:
+        known = {name: name == kind for name in _NEMOTRON_H_KINDS}
+        return hf_common.layers_of_kind("layers_block_type", kinds, known, num_layers)
+
+    heads, groups = fields.integer("mamba_num_heads", 128), fields.integer("n_groups", 8)
+    if heads % groups:
+        raise ValueError(f"`n_groups` = {groups} must divide `mamba_num_heads` = {heads}")
+    fields.neutral(attention_head_dim=sizes["head_dim"])
+    found = grouped_experts(
+        fields,
+        per_token=2,
+        layers=layers("moe"),
+        moe_intermediate_size=7688,
+        n_routed_experts=8,
+        routed_scaling_factor=1.0,
+    )
+    shared = fields.integer("moe_shared_expert_intermediate_size", 7688)
+    experts, bias = found["experts"], fields.flag("use_bias", False)
+    return {
+        "rope": hf_common.rope(fields, sizes["head_dim"]),
+        "unrotated": tuple(range(num_layers)),
+        "experts": experts and replace(experts, shared_size=shared),
+        "options": NemotronHOptions(
+            layers=layers("linear_attention"),
+            kinds=tuple(kinds),
+            routing=found["options"],
+            latent=fields.integer("moe_latent_size", None, null=True),
+            heads=heads,
+            head_dim=fields.integer("mamba_head_dim", 64),
+            groups=groups,
+            state_dim=fields.integer("ssm_state_size", 128),
+            taps=fields.integer("conv_kernel", 4),
+            conv_bias=fields.flag("use_conv_bias", True),
+            in_bias=bias,
+            out_bias=bias,
+            step_limits=(fields.number("time_step_min", 0.001, least=0), np.inf),
+        ),
+    }
+
+
+# Nemotron-H and Nemotron 3: each layer is a state-space layer, attention, an MLP or experts.
+# Transformers doesn't read the unread fields, which matter in generation, for fresh parameters or
+# in the original code only; layers that predict further tokens (`mtp`) are kept unchanged.
+NEMOTRON_H = Family(
+    model_type="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    scorer=None,
+    neutral={
+        "attention_bias": False,
+        "hidden_dropout": 0.0,
+        "mamba_hidden_act": "silu",
+        "residual_in_fp32": False,
+    },
+    unread="chunk_size expand mamba_proj_bias mamba_ssm_cache_dtype moe_shared_expert_overlap "
+    "mtp_hybrid_override_pattern mtp_layers_block_type num_logits_to_keep "
+    "rescale_prenorm_residual sliding_window time_step_floor time_step_limit time_step_max "
+    "use_mamba_kernels",
+    sizes=lambda fields: {
+        "num_hidden_layers": len(_nemotron_h_kinds(fields)),
+        "kv_heads": 8,
+        "head_dim": 128,
+        "eps": 1e-5,
+        "eps_name": "layer_norm_epsilon",
+        "act_name": "mlp_hidden_act",
+        "hidden_act": "relu2",
+    },
+    flags=MLP_BIAS,
+    rope=None,
+    always={"norm_in_fp32": True, "layer": NemotronHLayer},
+    more=_nemotron_h,
+    renames={
+        "embed_tokens": "embeddings",
+        "norm": "norm_f",
+        "input_layernorm": "norm",
+        "gated_norm": "norm",
+    },
+    body="backbone",
+    kept=("mtp.",),
 )

@@ -251,8 +251,10 @@ def read_layer(
 ) -> tuple[Array, list[Any], Any]:
     """Passes prompts through a layer; returns its result, the values passed on, and its cache."""
     past = PrefillPast(layer.kind, lengths, borrows=layer.borrows is not None)
-    x, _, *handed = nnx.merge(layer.graph, weights)(x, turn, past, *handed)
-    if layer.borrows is None and not jax.tree.leaves(past.kept):
+    module = nnx.merge(layer.graph, weights)
+    x, _, *handed = module(x, turn, past, *handed)
+    needs_cache = layer.borrows is None and getattr(module, "mixes_tokens", True)
+    if needs_cache and not jax.tree.leaves(past.kept):
         raise ValueError(f"generation knows no cache for layers of kind {layer.kind} yet")
     return x, handed, past.kept
 
