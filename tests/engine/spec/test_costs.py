@@ -16,7 +16,7 @@ from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.kernels.gpu_traffic import Traffic
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.program.flops import count_flops, is_float32_product
-from megatrain_jax._src.engine.report.make_plan import make_plan
+from megatrain_jax._src.engine.report.make_plan import _optimizer_flops, make_plan
 from megatrain_jax._src.engine.schedule.least_time import computing_seconds
 from megatrain_jax._src.engine.schedule.workload import Costs
 from megatrain_jax._src.engine.spec.costs import batch_seconds, find_costs
@@ -287,3 +287,9 @@ def test_devices_share_the_traffic_of_a_stage(kind):
     work, traffic = Work(flops=0, attention=0), Traffic(**{kind: 1e12})
     one, four = (extra_traffic_seconds(work, traffic, card("H100"), n) for n in (1, 4))
     assert one == pytest.approx(4 * four) and one > 0
+
+
+def test_every_device_computes_the_products_of_an_update():
+    cut = make_spec(CASES["nnx_tied"], OPTIMIZERS["muon"]).optimizer
+    (all_1, wide_1), (all_2, wide_2), (all_3, _) = (_optimizer_flops(cut, n) for n in (1, 2, 3))
+    assert 0 < all_2 - all_1 == all_3 - all_2 < all_1 and 0 < 2 * wide_1 == wide_2
