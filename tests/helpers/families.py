@@ -4,6 +4,7 @@ The options are in `families_dense.py`, `families_experts.py`, `families_mixers.
 `families_images.py`.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from family_options import VOCAB
 torch: Any = pytest.importorskip(
     "torch", reason='makes checkpoints with PyTorch: pip install -e ".[torch]"'
 )
+safetensors_torch: Any = pytest.importorskip("safetensors.torch")
 
 LENGTH = 24
 
@@ -99,6 +101,17 @@ def make_torch(name: str, **changes: Any) -> Any:
     return model.eval()
 
 
+def file_name(name: str, model: Any) -> str:
+    """Returns the name in the files of a parameter, a buffer or a module."""
+    if model.config.model_type == "nemotron_h":
+        return name.replace("model.", "backbone.", 1)
+    if model.config.model_type == "olmo_hybrid" and (at := re.match(r"model\.layers\.(\d+)", name)):
+        if model.config.layer_types[int(at[1])] == "linear_attention":
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+    return name
+
+
 def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
     """Returns a model's arrays by the names of the files; Transformers fuses experts."""
     found = {}
@@ -114,8 +127,12 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
             name = name.replace("model.language_model.", "model.").replace(
                 "model.visual.", "visual."
             )
-        if model.config.model_type == "nemotron_h":
-            name = name.replace("model.", "backbone.", 1)
+        if model.config.model_type == "olmo_hybrid":
+            if name.endswith("conv1d.weight"):
+                for part, rows in zip("qkv", np.split(array, 3), strict=True):
+                    found[name.replace("conv1d", f"{part}_conv1d")] = rows
+                continue
+        name = file_name(name, model)
         if mixtral:
             name = name.replace(".mlp.", ".block_sparse_moe.")
         if model.config.model_type == "exaone_moe":
@@ -146,6 +163,14 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
 def save(model: Any, folder: Path, dtype: Any = None, **options: Any) -> Path:
     """Writes a checkpoint as Transformers does."""
     (model if dtype is None else model.to(dtype)).save_pretrained(folder, **options)
+    if model.config.model_type == "olmo_hybrid":
+        # Transformers reads the names of released checkpoints, but writes one of a linear layer.
+        path, wrong = folder / "model.safetensors", "feedforward_layer_norm"
+        tensors = safetensors_torch.load_file(path)
+        linear = {name.partition(".linear_attn.")[0] for name in tensors}
+        for name in [n for n in tensors if n.partition(f".{wrong}")[0] not in linear]:
+            tensors[name.replace(wrong, "post_attention_layernorm")] = tensors.pop(name)
+        safetensors_torch.save_file(tensors, path, {"format": "pt"})
     return folder
 
 

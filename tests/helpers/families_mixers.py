@@ -87,6 +87,22 @@ MIXERS: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         2,
     ),
+    "olmo-hybrid": (
+        "OlmoHybrid",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "rms_norm_eps": 1e-3,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            # Equal, because Transformers writes three equal parts of the convolutions.
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        2,
+    ),
     "nemotron-h": (
         "NemotronH",
         {

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megatrain_jax._src.lm.models.config import FAMILIES as FAMILIES_BY_TYPE
 from megatrain_jax._src.lm.models.pretrained import parameter_tensors
 from megatrain_jax.models import (
     Decoder,
@@ -21,7 +20,16 @@ from megatrain_jax.models import (
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
-from families import ALIKE, FAMILIES, LENGTH, make_torch, named, random_tokens, save  # noqa: E402
+from families import (  # noqa: E402
+    ALIKE,
+    FAMILIES,
+    LENGTH,
+    file_name,
+    make_torch,
+    named,
+    random_tokens,
+    save,
+)
 from families_images import IMAGES  # noqa: E402
 from filled_models import filled  # noqa: E402
 
@@ -71,6 +79,7 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         "granite4",
         "afmoe",
         "nemotron-h",
+        "olmo-hybrid",
     ],
     indirect=True,
 )
@@ -88,7 +97,7 @@ def test_packed_documents_are_as_each_alone(pair):
 
 @pytest.mark.by_default(
     *("glm4-moe", "granite4", "olmo2", "nemotron", "llama", "minimax-m2", "qwen3"),
-    *("afmoe", "cohere", "lfm2-moe", "nemotron-h"),
+    *("afmoe", "cohere", "lfm2-moe", "nemotron-h", "olmo-hybrid"),
 )
 def test_logits_and_gradients(pair):
     _, reference, pretrained = pair
@@ -226,11 +235,11 @@ def test_the_least_variance_of_each_norm_is_that_of_transformers(name):
     config = DecoderConfig.from_hf(known)
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     found = {path: vars(module).get("eps") for path, module in nnx.iter_modules(model)}
-    body = FAMILIES_BY_TYPE[config.family or ""].body
-    modules, count = {n.removeprefix("model"): m for n, m in reference.named_modules()}, 0
+    modules = {file_name(name, reference): m for name, m in reference.named_modules()}
+    count = 0
     for entry in parameter_tensors(config):
         if isinstance(eps := found[entry.path[:-1]], float):
-            norm = modules[entry.names[0].removeprefix(body).rpartition(".")[0]]
+            norm = modules[entry.names[0].rpartition(".")[0]]
             assert eps == getattr(norm, "variance_epsilon", getattr(norm, "eps", None)), entry.path
             count += 1
     assert count > config.num_layers

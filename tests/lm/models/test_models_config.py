@@ -151,6 +151,37 @@ def test_defaults_are_those_of_the_family():
     assert sparse.experts is not None and sparse.experts.layers == (1,)
 
 
+def test_layers_of_nemotron_h_by_letters_and_older_names():
+    values = SIZES | {"model_type": "nemotron_h", "num_hidden_layers": 4}
+    letters = values | {"hybrid_override_pattern": "M*-E"}
+    older = values | {"layers_block_type": ["mamba", "attention", "mlp", "moe"]}
+    config = DecoderConfig.from_hf(letters)
+    assert config == DecoderConfig.from_hf(older) == DecoderConfig.from_hf(as_transformers(letters))
+    assert config.experts is not None and config.experts.layers == (3,)
+    with refuses(ValueError, "`hybrid_override_pattern`", "MXXX"):
+        DecoderConfig.from_hf(values | {"hybrid_override_pattern": "MXXX"})
+
+
+def test_an_olmo_hybrid_rotates_where_it_has_wavelengths():
+    values = SIZES | {"model_type": "olmo_hybrid", "num_hidden_layers": 4}
+    for rope, unrotated in (
+        ({}, (0, 1, 2)),
+        ({"rope_parameters": None, "rope_theta": None}, (0, 1, 2, 3)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, (0, 1, 2, 3)),
+        ({"rope_theta": 500.0}, (0, 1, 2)),
+    ):
+        config = DecoderConfig.from_hf(values | rope)
+        assert config.unrotated == unrotated
+        assert config == DecoderConfig.from_hf(as_transformers(values | rope))
+
+
+def test_contradicting_numbers_of_experts_are_refused():
+    values = SIZES | {"model_type": "qwen3_moe", "num_experts": 8}
+    assert DecoderConfig.from_hf(values | {"num_local_experts": 8}) == DecoderConfig.from_hf(values)
+    with refuses(ValueError, "`num_experts` = 8", "`num_local_experts` = 6"):
+        DecoderConfig.from_hf(values | {"num_local_experts": 6})
+
+
 _WINDOWS = {"use_sliding_window": True}
 _LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 _FULL: dict[str, dict[str, Any]] = {
@@ -201,6 +232,7 @@ _FULL: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "exaone_moe": {},
     "afmoe": {},
+    "olmo_hybrid": {},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"] * 10},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 15},
     "deepseek_v2": {"num_experts_per_tok": 2, "num_key_value_heads": 32},

@@ -34,7 +34,7 @@ def gated_delta_rule(
         k: Keys.
         v: Values.
         log_decay: At most 0, in fp32.
-        rate: From 0 to 1. None for a sum without corrections, `S = exp(log_decay) S + k v`, of
+        rate: From 0 to 2. None for a sum without corrections, `S = exp(log_decay) S + k v`, of
             queries and keys as they are (Mamba-2, https://arxiv.org/abs/2405.21060).
         segments: The document of each token; each document starts with an empty state. None if each
             row is one document. While text is generated, a `Past` with the state so far.

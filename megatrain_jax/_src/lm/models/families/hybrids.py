@@ -25,7 +25,7 @@ from megatrain_jax._src.lm.models.families.deepseek import (
     OuterBiasMixture,
     grouped_experts,
 )
-from megatrain_jax._src.lm.models.families.dense import granite_scales
+from megatrain_jax._src.lm.models.families.dense import Olmo2Layer, granite_scales
 from megatrain_jax._src.lm.models.families.mixtures import GatedSharedMixture
 from megatrain_jax._src.lm.models.family import ATTENTION_BIAS, MLP_BIAS, Family, multimodal_family
 from megatrain_jax._src.lm.models.hf_common import Fields
@@ -34,6 +34,7 @@ from megatrain_jax._src.lm.models.layers import (
     Attention,
     ExpertMatrix,
     FusedMLP,
+    Heads,
     HiddenStates,
     Layer,
     Linear,
@@ -109,7 +110,13 @@ class GatedNorm(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """Linear attention: a convolution of queries, keys and values, and the gated delta rule."""
+    """Linear attention: a convolution of queries, keys and values, and the gated delta rule.
+
+    Attributes:
+        rate_scale: Factor of the rates.
+    """
+
+    rate_scale: float = 1.0
 
     def __init__(self, config: DecoderOptions, make: ParameterMaker):
         """Makes the parameters."""
@@ -118,12 +125,20 @@ class GatedDeltaNet(nnx.Module):
         self.key_size = sizes.key_heads * sizes.key_dim
         self.value_size = sizes.value_heads * sizes.value_dim
         self.make_projections(config.hidden_size, make)
-        self.conv1d = Convolution(2 * self.key_size + self.value_size, sizes.taps, make)
+        self.make_convolutions(make)
         self.dt_bias = make.constant(1.0, sizes.value_heads)
         factors = jax.random.uniform(make.key(), (sizes.value_heads,), minval=0.01, maxval=16.0)
         self.A_log = nnx.Param(jnp.log(factors).astype(make.dtype))
-        self.norm = GatedNorm(sizes.value_dim, config, make)
+        self.make_output(config, make)
+
+    def make_output(self, config: DecoderOptions, make: ParameterMaker) -> None:
+        """Makes the parameters for `output`."""
+        self.norm = GatedNorm(self.sizes.value_dim, config, make)
         self.out_proj = Linear(self.value_size, config.hidden_size, make)
+
+    def make_convolutions(self, make: ParameterMaker) -> None:
+        """Makes the parameters for `convolve`."""
+        self.conv1d = Convolution(2 * self.key_size + self.value_size, self.sizes.taps, make)
 
     def make_projections(self, wide: int, make: ParameterMaker) -> None:
         """Makes the matrices for `project`."""
@@ -149,7 +164,7 @@ class GatedDeltaNet(nnx.Module):
         """Mixes the tokens of each row, or of each document if `segments` numbers them."""
         sizes, both = self.sizes, x.shape[:2]
         mixed, z, b, a = self.project(x)
-        mixed = self.activation(self.conv1d(mixed, segments))
+        mixed = self.activation(self.convolve(mixed, segments))
         q, k, v = jnp.split(mixed, [self.key_size, 2 * self.key_size], axis=-1)
         steps = jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias[...])
         y = gated_delta_rule(
@@ -158,11 +173,18 @@ class GatedDeltaNet(nnx.Module):
             v.reshape(*both, sizes.value_heads, -1),
             # Logarithms of each token's decay, in fp32 because they are summed within chunks.
             -jnp.exp(self.A_log[...].astype(jnp.float32)) * steps,
-            jax.nn.sigmoid(b),
+            self.rate_scale * jax.nn.sigmoid(b),
             segments,
         )
-        y = self.norm(y, z.reshape(y.shape))
-        return self.out_proj(y.reshape(*both, -1))
+        return self.output(y, z.reshape(y.shape))
+
+    def convolve(self, mixed: HiddenStates, segments: Segments) -> HiddenStates:
+        """Returns queries, keys and values, each channel convolved with its last tokens."""
+        return self.conv1d(mixed, segments)
+
+    def output(self, y: Heads, z: Heads) -> HiddenStates:
+        """Returns the product of the normalised and gated heads."""
+        return self.out_proj(self.norm(y, z).reshape(*y.shape[:2], -1))
 
 
 class GatedAttention(Attention):
@@ -332,6 +354,136 @@ QWEN3_5_MOE = multimodal_family(
     model_type="qwen3_5_moe",
     architecture="Qwen3_5MoeForConditionalGeneration",
     **_QWEN3_5_FILES,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OlmoHybridOptions(LinearAttentionOptions):
+    """The sizes of linear attention, and what its rates are.
+
+    Attributes:
+        signed: Whether rates are up to 2, so that a key's old value may return with the other sign.
+    """
+
+    signed: bool
+
+
+class OlmoDeltaNet(GatedDeltaNet):
+    """Linear attention with a matrix for each product, and rates up to 2."""
+
+    def __init__(self, config: DecoderOptions, make: ParameterMaker):
+        """Makes the parameters."""
+        super().__init__(config, make)
+        self.rate_scale = 2.0 if config.options.signed else 1.0
+
+    def make_projections(self, wide: int, make: ParameterMaker) -> None:
+        """Makes the matrices for `project`."""
+        self.q_proj, self.k_proj = (Linear(wide, self.key_size, make) for _ in "qk")
+        self.v_proj, self.g_proj = (Linear(wide, self.value_size, make) for _ in "vg")
+        self.a_proj, self.b_proj = (Linear(wide, self.sizes.value_heads, make) for _ in "ab")
+
+    def make_convolutions(self, make: ParameterMaker) -> None:
+        """Makes the parameters for `convolve`."""
+        taps = self.sizes.taps
+        self.q_conv1d, self.k_conv1d = (Convolution(self.key_size, taps, make) for _ in "qk")
+        self.v_conv1d = Convolution(self.value_size, taps, make)
+
+    def make_output(self, config: DecoderOptions, make: ParameterMaker) -> None:
+        """Makes the parameters for `output`."""
+        self.o_norm = GatedNorm(self.sizes.value_dim, config, make)
+        self.o_norm.eps = 1e-5  # for any configuration, as in Transformers
+        self.o_proj = Linear(self.value_size, config.hidden_size, make)
+
+    def project(self, x: HiddenStates) -> tuple[Array, Array, Array, Array]:
+        """Returns queries, keys and values side by side, gates, logits of rates, and time steps."""
+        mixed = jnp.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
+        return mixed, self.g_proj(x), self.b_proj(x), self.a_proj(x)
+
+    def convolve(self, mixed: HiddenStates, segments: Segments) -> HiddenStates:
+        """Returns queries, keys and values, each channel convolved with its last tokens."""
+        # In one call, because generation keeps one convolution's last tokens for each layer.
+        parts = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        weight = jnp.concatenate([part.weight[...] for part in parts])
+        return short_convolution(mixed, weight, segments)
+
+    def output(self, y: Heads, z: Heads) -> HiddenStates:
+        """Returns the product of the normalised and gated heads."""
+        return self.o_proj(self.o_norm(y, z).reshape(*y.shape[:2], -1))
+
+
+class OlmoLinearLayer(nnx.Module):
+    """Linear attention, then an MLP, each with a norm at its input."""
+
+    def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
+        """Makes the parameters of one layer."""
+        self.attention_layer_norm = make_norm(config.hidden_size, config, make)
+        self.linear_attn = OlmoDeltaNet(config, make)
+        self.feedforward_layer_norm = make_norm(config.hidden_size, config, make)
+        self.mlp = MLP(config, make)
+
+    def __call__(
+        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
+    ) -> tuple[HiddenStates, None]:
+        """Returns the layer's result, and None: there are no experts to tally."""
+        x = x + self.linear_attn(self.attention_layer_norm(x), segments)
+        return x + self.mlp(self.feedforward_layer_norm(x)), None
+
+
+def olmo_hybrid_layer(config: DecoderOptions, layer: int, make: ParameterMaker) -> nnx.Module:
+    """Makes a layer with linear attention, or an OLMo 2's."""
+    is_linear = layer in config.options.layers
+    return (OlmoLinearLayer if is_linear else Olmo2Layer)(config, layer, make)
+
+
+def _olmo_hybrid(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    num_layers = sizes["num_layers"]
+    kinds = {"linear_attention": True, "full_attention": False}
+    types = fields.listed("layer_types", str, "names")
+    if types is None:
+        types = [[*kinds][i % 4 == 3] for i in range(num_layers)]
+        types = types if "full_attention" in types else [*types[:-1], "full_attention"]
+    linear = hf_common.layers_of_kind("layer_types", types, kinds, num_layers)
+    if not 0 < len(linear) < num_layers:
+        raise ValueError("`layer_types` of an olmo_hybrid must have both kinds of layers")
+    heads = [fields.integer(f"linear_num_{name}_heads", None) for name in ("key", "value")]
+    key_heads, value_heads = (number or sizes["num_heads"] for number in heads)
+    if value_heads % key_heads:
+        raise ValueError(
+            f"`linear_num_key_heads` = {key_heads} must divide `linear_num_value_heads` = "
+            f"{value_heads}"
+        )
+    key_dim = fields.integer("linear_key_head_dim", None)
+    key_dim = key_dim or int(0.75 * sizes["hidden_size"] / key_heads)
+    # A null instead of a base of wavelengths means that no layer rotates.
+    parameters, theta = hf_common.rope_parameters(fields), fields.take("rope_theta", 10_000.0)
+    rotates = parameters.get("rope_theta", theta) is not None
+    if not rotates:
+        parameters = {"rope_theta": 10_000.0}
+    return {
+        "rope": hf_common.rope(fields, sizes["head_dim"], parameters=parameters),
+        "unrotated": linear if rotates else tuple(range(num_layers)),
+        "options": OlmoHybridOptions(
+            layers=linear,
+            key_heads=key_heads,
+            value_heads=value_heads,
+            key_dim=key_dim,
+            value_dim=fields.integer("linear_value_head_dim", None) or 2 * key_dim,
+            taps=fields.integer("linear_conv_kernel_dim", 4),
+            signed=fields.flag("linear_allow_neg_eigval", True),
+        ),
+    }
+
+
+# OLMo Hybrid: linear attention with norms at the inputs in most layers, an OLMo 2's layer in the
+# rest. The unread fields are those of fresh parameters.
+OLMO_HYBRID = Family(
+    model_type="olmo_hybrid",
+    architecture="OlmoHybridForCausalLM",
+    scorer=None,
+    unread="linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor",
+    rope=None,
+    always={"norm_in_fp32": True, "layer": olmo_hybrid_layer},
+    more=_olmo_hybrid,
 )
 
 
