@@ -1,5 +1,6 @@
 """Runs with state on disks train to the bits of runs in memory, and survive or report faults."""
 
+import dataclasses
 import errno
 import os
 import random
@@ -419,9 +420,17 @@ def test_state_that_can_t_be_pinned_rests_in_ordinary_memory(monkeypatch: pytest
     def fit(spec: Any, *_: Any) -> Any:
         return fitted(spec) if spec.options.disk_folders else spec
 
+    def within(*arguments: Any) -> Any:
+        found = limited(*arguments)
+        # This process may be larger than one that only trains.
+        return dataclasses.replace(
+            found, options=dataclasses.replace(found.options, host_budget=None)
+        )
+
     with state_on_disk(), monkeypatch.context() as patch:
-        fitted = start.fit_to_host
+        fitted, limited = start.fit_to_host, start.within_pinned
         patch.setattr(start, "fit_to_host", fit)
+        patch.setattr(start, "within_pinned", within)
         patch.setattr(start, "in_memory", drive.in_memory)
         patch.setattr(pool, "reserve", refusing)
         with warns(UserWarning, "pinned", "`disk_dir`", "/dev/shm"):

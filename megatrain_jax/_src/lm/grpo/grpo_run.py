@@ -116,7 +116,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         tokenizer: Any,
         unit: int | None,
         num_processes: int = 1,
-        generate: Callable[..., list[Completion]] = generate,
+        write: Callable[..., list[Completion]] | None = None,
     ):
         """Generates nothing yet; call `use` before the first batch.
 
@@ -127,13 +127,13 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
             tokenizer: The tokenizer.
             unit: Number of microbatches times that of devices; None if the plan chooses it.
             num_processes: Number of processes that share the run.
-            generate: See `train_grpo`.
+            write: Function that writes completions; None for `models.generate`.
 
         Raises:
             ValueError: If the processes can't have equally many rows.
         """
         self._prompts, self._rewards, self._options = prompts, rewards, options
-        self._write = generate
+        self._write = write
         self._tokenizer, self._unit = tokenizer, 1
         completions = options.prompts_per_step * options.num_generations
         longest = prompts.length + options.max_completion_length
@@ -209,7 +209,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         if self._returned is not None:
             self.seconds[step - 1] = began - self._returned
         rows = self._prompts.of_generation(number)
-        found = self._write(
+        found = (self._write or generate)(
             self._trainer,
             [self._prompts.ids[i] for i in rows],
             max_tokens=options.max_completion_length,
@@ -349,7 +349,7 @@ def train_grpo(
     resume: bool = True,
     callbacks: Sequence[Callable[..., None]] = (),
     progress: bool = True,
-    generate: Callable[..., list[Completion]] = generate,
+    generate: Callable[..., list[Completion]] | None = None,
     **settings: Any,
 ) -> mt.FitResult:
     """Trains a decoder by the rewards of its own completions: group relative policy optimisation.
@@ -387,8 +387,8 @@ def train_grpo(
         resume: See `fit`. A run that was killed continues bitwise as if it had not been.
         callbacks: See `fit`.
         progress: See `fit`.
-        generate: The function that writes completions, called as `models.generate` is;
-            `models.InferenceServer` has a server of vLLM write them.
+        generate: The function that writes completions, called as `models.generate` is; None for
+            that. `models.InferenceServer` has a server of vLLM write them.
         **settings: Further options of `Trainer`, such as `microbatches` and `device_budget`.
 
     Returns:
@@ -427,7 +427,7 @@ def train_grpo(
         tokenizer=tokenizer,
         unit=unit,
         num_processes=num_processes,
-        generate=generate,
+        write=generate,
     )
     resume = resume and checkpoint_dir is not None
     trainer = mt.Trainer(
