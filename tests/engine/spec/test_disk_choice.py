@@ -224,6 +224,12 @@ def test_what_can_t_be_pinned_rests_in_a_folder_in_memory(monkeypatch: pytest.Mo
     assert process.pool_bytes(peak) <= needed // 2
     assert limited.options.host_bytes is not None and limited.options.disk_bytes is not None
     assert limited.options.host_bytes + limited.options.disk_bytes == free
+    options = dataclasses.replace(spec.options, host_budget=free // 4)
+    limited = host.within_pinned(
+        dataclasses.replace(spec, options=options), needed // 2, Path("/dev/shm")
+    )
+    assert limited.options.host_bytes is not None and limited.options.disk_bytes is not None
+    assert limited.options.host_bytes + limited.options.disk_bytes == free // 4
 
 
 def test_the_budget_of_disks_is_that_of_all_devices_of_a_process():

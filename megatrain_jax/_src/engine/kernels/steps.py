@@ -36,8 +36,8 @@ def begin(key: Hashable, program: Program, microbatches: int, placement: Placeme
 
     Splits the batch and runs the prologue for each microbatch. Microbatch m of step t draws from
     `fold_in(fold_in(key, t), m)`; if each process holds all state, microbatches are numbered over
-    all processes. State that random numbers are drawn from passes from microbatch
-    to microbatch; the remaining state changes once per step, as in the first microbatch.
+    all processes. State that random numbers are drawn from passes from microbatch to microbatch;
+    the remaining state changes once per step, as in the first microbatch.
 
     Args:
         key: Key of the program.

@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -320,7 +321,8 @@ def within_pinned(spec: RunSpec, num_pinned: int, folder: Path) -> RunSpec:
         num_pinned >> _MIB_BITS, lambda mib: process.pool_bytes(mib << _MIB_BITS) <= num_pinned
     )
     budget = process.needed(arrays << _MIB_BITS)
-    rest = max(0, available_bytes() - budget)
+    # Both are in the host's memory, so a given `host_budget` limits their sum.
+    rest = max(0, min(available_bytes(), spec.options.host_bytes or sys.maxsize) - budget)
     options = dataclasses.replace(
         spec.options, host_budget=budget, disk_dir=folder, disk_budget=rest
     )

@@ -120,7 +120,7 @@ class InferenceServer:
             with ThreadPoolExecutor(_CONNECTIONS) as threads:
                 return list(threads.map(self._choices, rows))
 
-        # The other processes get what the first one was told.
+        # The first process asks, and the others get its answers.
         found = distributed.in_first(write, trainer)
         restricted = top_p < 1 or top_k is not None
         return [
@@ -153,10 +153,8 @@ class InferenceServer:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         found = []
         for choice in choices:
-            ids, logs = (
-                choice.get("token_ids"),
-                (choice.get("logprobs") or {}).get("token_logprobs"),
-            )
+            ids = choice.get("token_ids")
+            logs = (choice.get("logprobs") or {}).get("token_logprobs")
             if not ids or logs is None or len(ids) != len(logs):
                 raise OSError(
                     f"{self.url} returned no ids of tokens with a log-probability each: "
@@ -190,7 +188,7 @@ def _completion(
 ) -> Completion:
     text, ids, logs, finish = choice
     log_probs = np.array(logs, np.float32)
-    # What restricts the sampling isn't in the server's log-probabilities.
+    # The server's log-probabilities are among all tokens, without `top_p` and `top_k`.
     drawn = np.full_like(log_probs, np.nan) if restricted else log_probs
     return Completion(
         prompt=prompt,
