@@ -72,7 +72,6 @@ def _short(name: str) -> str:
     return name.rpartition("/")[2].lower().removeprefix("meta-")
 
 
-@functools.cache
 def _by_short_name() -> dict[str, KnownModel]:
     return {name.lower(): model for name, model in known_models().items()}
 
