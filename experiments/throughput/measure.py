@@ -28,6 +28,7 @@ from machine import (
     GIB,
     hardware,
     link_gib_per_s,
+    network_bytes_per_s,
     peak_device_gib,
     peak_host_gib,
     process_seconds,
@@ -118,16 +119,24 @@ def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
         hardware=chosen_hardware(args.network),
         # `jax.make_mesh` refuses devices of several hosts.
         mesh=jax.sharding.Mesh(np.array(jax.devices()[: args.devices]), ("data",)),
+        state_per_process=args.state_per_process,
     )
 
 
-def chosen_hardware(network: str | None) -> mt.Hardware | None:
+def chosen_hardware(network: float | None) -> mt.Hardware | None:
     """Returns this machine with a rate between hosts, or None for the machine as it is."""
     if network is None:
         return None
     machine = mt.this_machine()
     assert machine is not None, "--network needs a GPU"
-    return dataclasses.replace(machine, network_bytes_per_s=rate_of("network", network))
+    return dataclasses.replace(machine, network_bytes_per_s=network)
+
+
+def chosen_network(network: str | None) -> float | None:
+    """Returns the rate between hosts in bytes per second, as given or measured."""
+    if network == "measured":
+        return network_bytes_per_s()
+    return None if network is None else rate_of("network", network)
 
 
 def own_part(batch: dict[str, Any]) -> dict[str, Any]:
@@ -277,7 +286,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--disk-dir", help="folder for state that the host budget leaves no room for"
     )
-    parser.add_argument("--network", help="rate between hosts, for the plan, as in 10GB/s")
+    parser.add_argument(
+        "--network", help="rate between hosts, for the plan, as in 10GB/s, or measured"
+    )
+    parser.add_argument(
+        "--state-per-process", action="store_true", help="each process holds all state"
+    )
     parser.add_argument("--loss", choices=LOSSES, default="own", help="see decoder.py")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     for held in ("master", "state", "sums"):
@@ -320,6 +334,9 @@ def main() -> None:
         only = None if os.environ.get("JAX_PLATFORMS") == "cpu" else own
         jax.distributed.initialize(f"localhost:{port}", count, index, local_device_ids=only)
     shape, origin = chosen_shape(args), find_origin(args)
+    args.network = chosen_network(args.network)
+    if args.network is not None:
+        print(f"network in bytes per second: {args.network}", flush=True)
     figures = measure(args, shape)
     gc.collect()  # the state makes room for what measures the link
     rates = link_gib_per_s()
@@ -330,7 +347,8 @@ def main() -> None:
         "device_budget": args.device_budget,
         "host_budget": args.host_budget,
         "disk_dir": args.disk_dir,
-        "network": args.network,
+        "network_bytes_per_s": args.network,
+        "state_per_process": args.state_per_process,
         "clip": args.clip,
         "optimizer": args.optimizer,
         "microbatches": args.microbatches,
