@@ -66,8 +66,8 @@ def declared(source: str) -> dict[str, dict[str, Declared]]:
 
 
 def written(source: str, name: str, records: dict[str, str | None], options: Any) -> str:
-    """A module's source with the keywords, texts and records of one call brought up to date."""
-    for edit in (_docstring, _signature, _records):
+    """A module's source with the keywords and texts of one call brought up to date."""
+    for edit in (_docstring, _signature):
         edits = edit(source, _function(source, name), records, options)
         for (start, end), text in sorted(edits, reverse=True):
             source = source[:start] + text + source[end:]
@@ -122,22 +122,6 @@ def _docstring(source: str, node: ast.FunctionDef, records: Any, options: Any) -
     head, rest = quoted.split("Args:\n", 1)
     others = rest[re.search(r"\n\n|\n *\"\"\"", rest).start() :]  # type: ignore[union-attr]
     yield (start, end), f"{head}Args:\n" + "\n".join(entries) + others
-
-
-def _records(source: str, node: ast.FunctionDef, records: Any, options: Any) -> Iterator[Any]:
-    """Replaces the arguments of the records, or of the `dict`, made from the keywords."""
-    for call in ast.walk(node):
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-            continue
-        if call.func.id in records:
-            names = [*options[call.func.id]]
-        elif call.func.id == "dict":
-            names = [arg.arg for arg in node.args.args]
-            names += [name for record in records for name in options[record]]
-        else:
-            continue
-        span = _offset(source, call), _offset(source, call, end=True)
-        yield span, f"{call.func.id}({', '.join(f'{name}={name}' for name in names)},)"
 
 
 def _lists(source: str, options: Any) -> str:

@@ -139,36 +139,9 @@ def compare_plans(
         >>> [(n, p.host_bytes // p.num_parameters) for n, p in plans.items()]
         [(('adamw',), 12), (('lion',), 8)]
     """
-    arguments = dict(
-        model=model,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        sample_batch=sample_batch,
-        microbatches=microbatches,
-        waves=waves,
-        precision=precision,
-        device_budget=device_budget,
-        host_budget=host_budget,
-        disk_dir=disk_dir,
-        disk_budget=disk_budget,
-        trainable=trainable,
-        eval_loss_fn=eval_loss_fn,
-        on_nonfinite=on_nonfinite,
-        ema_decay=ema_decay,
-        max_skipped=max_skipped,
-        seed=seed,
-        hardware=hardware,
-        mesh=mesh,
-        state_per_process=state_per_process,
-        host_gib=host_gib,
-        num_gpus=num_gpus,
-        hosts=hosts,
-        network=network,
-        disk=disk,
-        measure=measure,
-    )
+    given = {k: v for k, v in locals().items() if k != "over"}
     parameters = inspect.signature(compare_plans).parameters
-    fixed = {k: v for k, v in arguments.items() if v is not parameters[k].default}
+    fixed = {k: v for k, v in given.items() if v is not parameters[k].default}
     axes = _axes(over)
     for name in axes:
         if name in fixed:

@@ -42,6 +42,7 @@ from megatrain_jax._src.engine.options.options import (
     PrecisionGiven,
     Trainable,
     WhichParams,
+    taken,
 )
 from megatrain_jax._src.engine.runtime.evaluation import joined_shapes
 from megatrain_jax._src.engine.state.hardware import Hardware
@@ -206,37 +207,7 @@ def fit(
             be read.
         SystemExit: After SIGTERM.
     """
-    loop = LoopOptions(
-        steps=steps,
-        epochs=epochs,
-        eval_data=eval_data,
-        eval_every=eval_every,
-        eval_params=eval_params,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_every=checkpoint_every,
-        keep=keep,
-        callbacks=callbacks,
-        stall_seconds=stall_seconds,
-        progress=progress,
-    )
-    run = Options(
-        microbatches=microbatches,
-        waves=waves,
-        precision=precision,
-        device_budget=device_budget,
-        host_budget=host_budget,
-        disk_dir=disk_dir,
-        disk_budget=disk_budget,
-        trainable=trainable,
-        eval_loss_fn=eval_loss_fn,
-        on_nonfinite=on_nonfinite,
-        ema_decay=ema_decay,
-        max_skipped=max_skipped,
-        seed=seed,
-        hardware=hardware,
-        mesh=mesh,
-        state_per_process=state_per_process,
-    )
+    loop, run = taken(LoopOptions, locals()), taken(Options, locals())
     resume = checks.boolean("resume", resume)
     check_order("fit(model, loss_fn, data, optimizer)", optimizer, "data", data)
     check_parts(model, loss_fn, optimizer, params)
@@ -257,8 +228,7 @@ def fit(
         prepared = prepare(model, loss_fn, optimizer, sample, params, continues, loop.progress, run)
         evaluation = _checked_metrics(prepared, loop)
         trainer = started(prepared)
-        # Not kept here while the run lasts: each may be all parameters as arrays.
-        del model, params, prepared
+        del prepared  # it may have all parameters as arrays
         with attaching_result(trainer):
             batches: Iterator[Any] = chain([sample], source)
             first, facts = 0, None
@@ -335,19 +305,7 @@ def train(
         DataRanOutError: See `fit`.
         FloatingPointError: See `fit`.
     """
-    loop = LoopOptions(
-        steps=steps,
-        epochs=epochs,
-        eval_data=eval_data,
-        eval_every=eval_every,
-        eval_params=eval_params,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_every=checkpoint_every,
-        keep=keep,
-        callbacks=callbacks,
-        stall_seconds=stall_seconds,
-        progress=progress,
-    )
+    loop = taken(LoopOptions, locals())
     resume = checks.boolean("resume", resume)
     check_trainer(trainer)
     check_data("data", data, _ONE_BATCH)

@@ -25,6 +25,7 @@ from megatrain_jax._src.engine.options.options import (
     Options,
     PrecisionGiven,
     Trainable,
+    taken,
 )
 from megatrain_jax._src.engine.program.trace_target import trace_target, traced_for
 from megatrain_jax._src.engine.report.make_plan import make_plan
@@ -161,33 +162,8 @@ def plan(
         >>> result.num_parameters, result.host_bytes // result.num_parameters
         (6291456, 12)
     """
-    run = Options(
-        microbatches=microbatches,
-        waves=waves,
-        precision=precision,
-        device_budget=device_budget,
-        host_budget=host_budget,
-        disk_dir=disk_dir,
-        disk_budget=disk_budget,
-        trainable=trainable,
-        eval_loss_fn=eval_loss_fn,
-        on_nonfinite=on_nonfinite,
-        ema_decay=ema_decay,
-        max_skipped=max_skipped,
-        seed=seed,
-        hardware=hardware,
-        mesh=mesh,
-        state_per_process=state_per_process,
-    )
-    machine_options = MachineOptions(
-        host_gib=host_gib,
-        num_gpus=num_gpus,
-        hosts=hosts,
-        network=network,
-        disk=disk,
-        measure=measure,
-    )
-    run = machine_options.applied(run)
+    run = taken(Options, locals())
+    run = taken(MachineOptions, locals()).applied(run)
     order = "plan(model, loss_fn, optimizer, sample_batch)"
     check_order(order, optimizer, "sample_batch", sample_batch)
     check_parts(model, loss_fn, optimizer)

@@ -35,6 +35,7 @@ from megatrain_jax._src.engine.options.options import (
     PrecisionGiven,
     Trainable,
     WhichParams,
+    taken,
 )
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.report.plan import Plan
@@ -179,31 +180,12 @@ class Trainer(ExplainedAttributes):
             CheckpointError: If `params` is a folder that Orbax can't read.
             MemoryError: If host or device memory is too small, or `host_budget`.
         """
-        run = Options(
-            microbatches=microbatches,
-            waves=waves,
-            precision=precision,
-            device_budget=device_budget,
-            host_budget=host_budget,
-            disk_dir=disk_dir,
-            disk_budget=disk_budget,
-            trainable=trainable,
-            eval_loss_fn=eval_loss_fn,
-            on_nonfinite=on_nonfinite,
-            ema_decay=ema_decay,
-            max_skipped=max_skipped,
-            seed=seed,
-            hardware=hardware,
-            mesh=mesh,
-            state_per_process=state_per_process,
-        )
+        run = taken(Options, locals())
         order = "Trainer(model, loss_fn, optimizer, sample_batch)"
         check_order(order, optimizer, "sample_batch", sample_batch)
         prepared = prepare(
             model, loss_fn, optimizer, sample_batch, params, continues, progress, run
         )
-        # The run keeps only what it needs: the caller may have dropped its own reference too.
-        del model, params
         self._start(prepared)
 
     def _start(self, prepared: "Prepared") -> None:

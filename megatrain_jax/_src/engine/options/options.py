@@ -9,11 +9,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -50,6 +50,7 @@ Callbacks = Sequence[Callable[[Any, dict[str, Any]], None]]
 WhichParams = Literal["trained", "ema"]
 EmaDecay = float | Callable[[Any], Any] | None
 
+_Record = TypeVar("_Record", "Options", "MachineOptions", "LoopOptions")
 # A smaller number was meant in GiB: no device has 1024 GiB, and any model needs 1024 bytes.
 _LEAST_DEVICE_BYTES = 1024
 # JAX converts a seed to a signed 64-bit integer.
@@ -514,6 +515,11 @@ class LoopOptions:
             "`keep`": self.keep,
             "`stall_seconds`": self.stall_seconds,
         }
+
+
+def taken(record: type[_Record], given: Mapping[str, Any]) -> _Record:
+    """A record of options, from all arguments of a call."""
+    return record(**{field.name: given[field.name] for field in fields(record)})
 
 
 def _real_path(value: str | PathLike[str]) -> AnyPath:
