@@ -44,7 +44,7 @@ from megatrain_jax._src.engine.options.options import (
     WhichParams,
     taken,
 )
-from megatrain_jax._src.engine.runtime.evaluation import joined_shapes
+from megatrain_jax._src.engine.runtime.evaluation import batch_shapes
 from megatrain_jax._src.engine.state.hardware import Hardware
 from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
 from megatrain_jax._src.engine.state.processes import Processes
@@ -413,7 +413,7 @@ def _checked_metrics(prepared: Prepared, loop: LoopOptions) -> tuple[Any, Iterab
     with naming_evaluation():
         first, batches = first_evaluation(loop.eval_data)
         check_batch(first)
-        shapes = joined_shapes(first, placement.num_processes)
+        shapes = batch_shapes(first, placement.num_processes)
         with placement.outside_meshes():
             loop.check_metrics(spec.evaluation_metrics(shapes), EVAL_PREFIX)
     return first, batches

@@ -31,7 +31,7 @@ from megatrain_jax._src.engine.program.trace_target import trace_target, traced_
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.report.plan import Plan
 from megatrain_jax._src.engine.report.run_warnings import PlanWarning
-from megatrain_jax._src.engine.runtime.evaluation import part_of
+from megatrain_jax._src.engine.runtime.evaluation import batch_shapes
 from megatrain_jax._src.engine.spec.budget import fit_to_machine
 from megatrain_jax._src.engine.spec.host import fit_to_host, process_base_bytes
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
@@ -173,7 +173,7 @@ def plan(
     devices = copies * run.num_devices
     check_batch(sample_batch, number, "sample_batch", devices, or_shapes=True, fewer=fewer)
     if copies > 1:
-        sample_batch = part_of(sample_batch, copies)
+        sample_batch = batch_shapes(sample_batch, parts=copies)
     if measure:
         return _measured(model, loss_fn, optimizer, sample_batch, run)
     # For any mesh: a run divides everything over all devices.

@@ -43,7 +43,7 @@ from megatrain_jax._src.engine.program.optimizer.trace_optimizer import Averaged
 from megatrain_jax._src.engine.report.table import trainer_cells
 from megatrain_jax._src.engine.runtime.compute_copy import ComputeCopy
 from megatrain_jax._src.engine.runtime.engine import Engine
-from megatrain_jax._src.engine.runtime.evaluation import evaluate_batches, joined_shapes, put_batch
+from megatrain_jax._src.engine.runtime.evaluation import evaluate_batches, batch_shapes, put_batch
 from megatrain_jax._src.engine.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.engine.runtime.store import Store
 from megatrain_jax._src.engine.runtime.training import StepMetrics, Training, UnrecordedSteps
@@ -92,7 +92,7 @@ class RunState:
         # Settings that are state in the restored checkpoint; None if nothing was restored.
         self._restored: Mapping[str, Any] | None = None
         self._progress = progress
-        self._sample = joined_shapes(sample_batch, 1)
+        self._sample = batch_shapes(sample_batch)
         # Functions given to evaluations, the last one used most recently; their values say whether
         # they were looked at, for what belongs to training. A notebook makes a new one in each run
         # of a cell, and its bound steps take a MiB and more.
@@ -374,7 +374,7 @@ class RunState:
         self._check_values(batch)
         spec, placement = self.spec, self.store.placement
         loss_fn = self._loss_to_evaluate(batch)
-        shapes = joined_shapes(batch, placement.num_processes)
+        shapes = batch_shapes(batch, placement.num_processes)
         if _num_bytes(batch) > _num_bytes(self._sample):  # it may not fit
             step = self._bind(batch, train=False, loss_fn=loss_fn, averages=averages)
             return "loss", *step.program.metrics
@@ -517,7 +517,7 @@ class RunState:
     ) -> BoundStep:
         """The step on batches of this shape, cut and scheduled when it is first needed."""
         placement, spec = self.store.placement, self.spec
-        shapes = joined_shapes(batch, placement.num_processes)
+        shapes = batch_shapes(batch, placement.num_processes)
         # Losses are compared as functions: a new one, even with equal code, is cut again.
         key = (batch_key(shapes), train, loss_fn, *(["ema"] if averages else []))
         self._use(loss_fn)

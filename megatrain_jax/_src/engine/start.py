@@ -46,7 +46,7 @@ from megatrain_jax._src.engine.report.make_plan import check_device, make_plan
 from megatrain_jax._src.engine.report.run_warnings import find_warnings, warn_of
 from megatrain_jax._src.engine.runtime.disk import Disk
 from megatrain_jax._src.engine.runtime.engine import Engine
-from megatrain_jax._src.engine.runtime.evaluation import joined_shapes
+from megatrain_jax._src.engine.runtime.evaluation import batch_shapes
 from megatrain_jax._src.engine.runtime.fill import ReadAhead, fill_store, initial_kernels
 from megatrain_jax._src.engine.runtime.store import Store
 from megatrain_jax._src.engine.runtime.transfers import measured_rates
@@ -180,7 +180,7 @@ def local_run_spec(
     """
     adapted.check_batch(sample_batch)
     processes = placement.processes
-    sample = joined_shapes(sample_batch, placement.num_processes)
+    sample = batch_shapes(sample_batch, placement.num_processes)
 
     def make(run: Options) -> RunSpec:
         return make_run_spec(adapted, loss_fn, optimizer, sample, run)

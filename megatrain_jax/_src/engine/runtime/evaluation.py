@@ -33,18 +33,13 @@ def put_batch(batch: Any, step: BoundStep, placement: Placement) -> list[jax.Arr
     return [placement.put_parts(leaf, sharding) for leaf in leaves]
 
 
-def joined_shapes(batch: Any, num_processes: int) -> Any:
-    """The shapes and dtypes of a whole batch, in equal parts on all processes."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] * num_processes, *x.shape[1:]), x.dtype), batch
-    )
+def batch_shapes(batch: Any, times: int = 1, parts: int = 1) -> Any:
+    """The shapes and dtypes of a batch with `times` as many rows, or of one of equal parts."""
 
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((x.shape[0] * times // parts, *x.shape[1:]), x.dtype)
 
-def part_of(batch: Any, num_parts: int) -> Any:
-    """The shapes and dtypes of one of the equal parts of a batch."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // num_parts, *x.shape[1:]), x.dtype), batch
-    )
+    return jax.tree.map(shape, batch)
 
 
 _END = object()
