@@ -43,7 +43,7 @@ from megatrain_jax._src.engine.program.optimizer.trace_optimizer import Averaged
 from megatrain_jax._src.engine.report.table import trainer_cells
 from megatrain_jax._src.engine.runtime.compute_copy import ComputeCopy
 from megatrain_jax._src.engine.runtime.engine import Engine
-from megatrain_jax._src.engine.runtime.evaluation import evaluate_batches, batch_shapes, put_batch
+from megatrain_jax._src.engine.runtime.evaluation import batch_shapes, evaluate_batches, put_batch
 from megatrain_jax._src.engine.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.engine.runtime.store import Store
 from megatrain_jax._src.engine.runtime.training import StepMetrics, Training, UnrecordedSteps
