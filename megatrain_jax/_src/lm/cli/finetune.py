@@ -289,12 +289,9 @@ def trains_with_images(settings: FinetuneSettings) -> bool:
 def image_shapes(
     settings: FinetuneSettings, config: models.DecoderConfig
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shape of a batch's images for a plan, before the data is read: rows full of images."""
-    if (vision := config.vision) is None:
-        return {}
-    images = max(1, settings.length // (vision.tokens_per_image + 4))
-    shape = (settings.batch, images, *vision.pixels)
-    return {"pixel_values": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    """The shapes of a batch's images for a plan, before the data is read: rows full of images."""
+    vision = config.vision
+    return {} if vision is None else vision.batch_shapes(settings.batch, settings.length)
 
 
 def tokenizer_of(settings: FinetuneSettings) -> Any:

@@ -22,18 +22,14 @@ from jaxtyping import Array, Float, Integer
 from megatrain_jax import losses
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.models.arrays import check_array, check_counts, check_floating, check_ids
-from megatrain_jax._src.lm.models.causal_attention import ImageRows
 from megatrain_jax._src.lm.models.config import DecoderConfig
-from megatrain_jax._src.lm.models.decoder_options import (
-    PIXELS,
-    ParameterMaker,
-    Pixels,
-    VisionConfig,
-)
+from megatrain_jax._src.lm.models.decoder_options import ParameterMaker
 from megatrain_jax._src.lm.models.layers import Embedding, HiddenStates, Layer, Linear, make_norm
 from megatrain_jax._src.lm.models.moe import balancing_loss
 from megatrain_jax._src.lm.models.rotary import positions_in, rotation
 
+IMAGE_ARRAYS = ("pixel_values", "image_grid_thw")
+"""The arrays of a batch that hold images."""
 Integers = Integer[Array | np.ndarray, "rows length"]
 
 
@@ -139,7 +135,8 @@ class Decoder(nnx.Module):
         positions: Integers | None = None,
         segments: Integers | None = None,
         *,
-        pixel_values: Pixels | None = None,
+        pixel_values: Float[Array | np.ndarray, "rows ..."] | None = None,
+        image_grid_thw: Integer[Array | np.ndarray, "rows images 3"] | None = None,
     ) -> tuple[HiddenStates, Float[Array, ""]]:
         """Returns the hidden states that the head reads, and the experts' load-balancing loss.
 
@@ -147,9 +144,12 @@ class Decoder(nnx.Module):
             tokens: See `__call__`.
             positions: See `__call__`.
             segments: See `__call__`.
-            pixel_values: The images of each row, (rows, images, channels, height, width), in the
-                order of their placeholders in `tokens`. Rows with fewer images have anything in
-                their last places. None if there are no images.
+            pixel_values: The images of each row, in the order of their placeholders in `tokens`;
+                None if there are none. Either (rows, images, channels, height, width), or, if sizes
+                vary, the patches of all images of a row after each other, (rows, patches, numbers),
+                as the checkpoint's processor makes them. Unused places may have anything.
+            image_grid_thw: Where sizes vary, the patches of each image along time, height and
+                width, (rows, images, 3); zeros for unused places.
 
         Returns:
             The last layer's normalised result, `hidden_size` wide, plus a column of ones if the
@@ -165,8 +165,16 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = positions_in(tokens.shape[1], numbers)
         x = self.embed(tokens)
+        added: Sequence[Array] = ()
         if pixel_values is not None:
-            x, numbers = self._with_images(x, tokens, numbers, pixel_values)
+            if (vision := self.config.vision) is None:
+                raise ValueError(
+                    "`pixel_values` are given, but the decoder has no vision part: read the "
+                    "checkpoint with load_pretrained(folder, images=True)"
+                )
+            images = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
+            given = {name: array for name, array in images.items() if array is not None}
+            x, numbers, positions, added = vision.place(self, x, tokens, numbers, positions, given)
         ropes = [self.config.rope_of(i) for i in range(len(self.layers))]
         # Once for each rotary embedding, not for each layer: it depends only on positions.
         rotations = {rope: rope and rotation(rope, positions) for rope in dict.fromkeys(ropes)}
@@ -174,32 +182,14 @@ class Decoder(nnx.Module):
         # Values of a family's layers beside the hidden states: each layer returns them for the
         # next.
         handed = [] if self.config.memory is None else [self.memory(tokens, x)]
-        for layer, rope in zip(self.layers, ropes, strict=True):
+        for number, (layer, rope) in enumerate(zip(self.layers, ropes, strict=True)):
             x, tally, *handed = layer(x, rotations[rope], numbers, *handed)
+            x = x + added[number] if number < len(added) else x
             tallies += [] if tally is None else [tally]
         x = self.finish(x, *handed)
         # Computed once after the norm, so that all layers stay alike.
         balance = balancing_loss(jnp.stack(tallies).sum(0)) if tallies else jnp.float32(0)
         return x, balance
-
-    def _with_images(
-        self, x: HiddenStates, tokens: Integers, segments: Any, pixels: Pixels
-    ) -> tuple[HiddenStates, Any]:
-        """Returns embeddings with the images' vectors, and the argument `segments` of layers."""
-        vision = self.config.vision
-        if vision is None:
-            raise ValueError(
-                "`pixel_values` are given, but the decoder has no vision part: read the checkpoint "
-                "with load_pretrained(folder, images=True)"
-            )
-        check_pixels(pixels, tokens, vision)
-        vectors = self.vision(jnp.asarray(pixels).reshape(-1, *vision.pixels))
-        vectors = vectors.reshape(*pixels.shape[:2], *vectors.shape[1:])
-        x = with_images(x, tokens, vectors, vision.token)
-        if vision.mutual:
-            numbers = image_numbers(tokens, vision.token)
-            segments = ImageRows(segments, numbers, vision.tokens_per_image)
-        return x, segments
 
     def embed(self, tokens: Integers) -> HiddenStates:
         """Returns the hidden states that the first layer reads."""
@@ -239,7 +229,7 @@ class Decoder(nnx.Module):
             ValueError: If NumPy arrays contain ids outside the vocabulary.
         """
         check_ids(batch, self.config.vocab_size)
-        if self.config.vision is not None:
+        if self.config.vision is not None and isinstance(batch, Mapping):
             self.config.vision.check_batch(batch)
         check_counts(batch)
 
@@ -271,57 +261,6 @@ def _check_rows(tokens: Integers, positions: Integers | None, segments: Integers
             raise ValueError(
                 f"`{name}` must have the shape of `tokens`, {tokens.shape}, but has {array.shape}"
             )
-
-
-def check_pixels(pixels: Any, tokens: Any, vision: VisionConfig) -> None:
-    """Checks the shape of a batch's images.
-
-    Raises:
-        TypeError: If `pixels` is not an array.
-        ValueError: If its shape is not that of the rows' images.
-    """
-    check_array("pixel_values", pixels, PIXELS, num_axes=5)
-    if pixels.shape[0] != tokens.shape[0] or pixels.shape[2:] != vision.pixels:
-        raise ValueError(
-            f"`pixel_values` must have the shape {PIXELS} with {tokens.shape[0]} rows and images "
-            f"of {vision.pixels}, but has {pixels.shape}"
-        )
-
-
-def image_numbers(
-    tokens: Integer[Array | np.ndarray, "rows length"], token: int
-) -> Integer[Array, "rows length"]:
-    """Returns the image of each token, counted from 1 in each row; 0 for text.
-
-    Neighbouring placeholders belong to the same image, as in Transformers.
-
-    For example, with the placeholder 9, tokens [9, 9, 5, 9, 6] give [1, 1, 0, 2, 0].
-    """
-    inside = jnp.asarray(tokens) == token
-    starts = inside & ~jnp.pad(inside[:, :-1], ((0, 0), (1, 0)))
-    return jnp.where(inside, jnp.cumsum(starts, axis=1, dtype=jnp.int32), 0)
-
-
-def with_images(
-    x: Float[Array, "rows length width"],
-    tokens: Integer[Array | np.ndarray, "rows length"],
-    vectors: Float[Array, "rows images vectors width"],
-    token: int,
-) -> Float[Array, "rows length width"]:
-    """Returns embeddings with the images' vectors in place of the placeholders'.
-
-    Args:
-        x: The tokens' embeddings.
-        tokens: The tokens.
-        vectors: The vectors of each row's images, in order. Vectors without a placeholder are not
-            used; a placeholder without a vector becomes NaN.
-        token: The placeholder.
-    """
-    inside = (jnp.asarray(tokens) == token)[..., None]
-    places = jnp.cumsum(inside, axis=1, dtype=jnp.int32) - 1
-    flat = vectors.reshape(x.shape[0], -1, x.shape[-1]).astype(x.dtype)
-    taken = jnp.take_along_axis(flat, jnp.maximum(places, 0), axis=1, mode="fill")
-    return jnp.where(inside, taken, x)
 
 
 class EmbeddingNoise(nnx.Module):
@@ -470,7 +409,7 @@ def next_token_loss(
             `megatrain_jax.data`. The last has the same number in all rows: the batch's counted
             labels divided by its number of rows. With it, microbatches are weighted by their
             counted labels; without it, each microbatch's loss is the mean over its own labels.
-            `pixel_values`: the images of each row; see `Decoder.hidden`.
+            `pixel_values` and `image_grid_thw`: the images of each row; see `Decoder.hidden`.
         z_loss: See `losses.next_token`.
         chunk: See `losses.next_token`.
 
@@ -486,7 +425,7 @@ def next_token_loss(
     check_arguments(model, batch, ("tokens", "labels"))
     checks.number("z_loss", z_loss, least=0)
     checks.integer("chunk", chunk)
-    images = {} if "pixel_values" not in batch else {"pixel_values": batch["pixel_values"]}
+    images = {name: batch[name] for name in IMAGE_ARRAYS if name in batch}
     hidden, balance = model.hidden(
         batch["tokens"], batch.get("positions"), batch.get("segments"), **images
     )

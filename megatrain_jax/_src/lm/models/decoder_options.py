@@ -1,16 +1,16 @@
 """`DecoderOptions`: what a decoder's layers are made from, with a vision part if it has one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.models.moe import Experts
@@ -55,8 +55,20 @@ class ParameterMaker:
         return nnx.Param(jnp.full(shape, value, self.dtype))
 
 
-PIXELS = "(rows, images, channels, height, width)"
-Pixels = Float[Array | np.ndarray, "rows images channels height width"]
+class Placed(NamedTuple):
+    """What a decoder's layers read of rows with images.
+
+    Attributes:
+        x: Hidden states, with the images' vectors in place of their placeholders' embeddings.
+        segments: The argument `segments` of layers.
+        positions: The argument `positions` of `rotation`.
+        added: Arrays like `x`, added to the results of the first layers, one to each.
+    """
+
+    x: Float[Array, "rows length width"]
+    segments: Any
+    positions: Any
+    added: Sequence[Float[Array, "rows length width"]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,66 +77,66 @@ class VisionConfig(ABC):
 
     Attributes:
         token: The placeholder of an image in `tokens`: one for each of its vectors.
-        tokens_per_image: Vectors of an image.
-        pixels: Channels, height and width of an image.
-        mutual: Whether the vectors of an image attend to each other in both directions.
     """
 
     token: int
-    tokens_per_image: int
-    pixels: tuple[int, int, int]
-    mutual: bool
 
     @abstractmethod
     def make(self, decoder: "DecoderOptions", make: ParameterMaker) -> nnx.Module:
-        """Makes a module from pixels to vectors.
+        """Makes the module `vision` of a decoder.
 
         Args:
             decoder: Sizes and options of the decoder.
             make: Makes the parameters.
+        """
 
-        Returns:
-            A module that maps pixels (images, channels, height, width) to vectors (images,
-            tokens_per_image, hidden_size).
+    @abstractmethod
+    def place(
+        self,
+        decoder: Any,
+        x: Float[Array, "rows length width"],
+        tokens: Integer[Array | np.ndarray, "rows length"],
+        segments: Integer[Array, "rows length"] | None,
+        positions: Integer[Array | np.ndarray, "rows length"],
+        images: Mapping[str, Any],
+    ) -> Placed:
+        """Puts the vectors of images in their places.
+
+        Args:
+            decoder: The decoder, with the module `vision`.
+            x: The tokens' embeddings.
+            tokens: The tokens.
+            segments: The document of each token; None if each row is one document.
+            positions: The position of each token in its document, as if there were no images.
+            images: The arrays of a batch that hold images, by name.
+
+        Raises:
+            TypeError: If one of these is not an array.
+            ValueError: If one is missing, or shapes don't match.
         """
 
     @abstractmethod
     def tensor_name(self, path: tuple[str, ...]) -> str:
         """Returns the name in a checkpoint of a parameter, from its path within the module."""
 
-    def as_in(self, names: frozenset[str]) -> "VisionConfig":
-        """Returns the configuration for a checkpoint with tensors of these names."""
-        return self
+    @abstractmethod
+    def batch_shapes(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the arrays of a batch whose rows are full of images, for plans."""
 
-    def check_batch(self, batch: Any) -> None:
+    @abstractmethod
+    def check_batch(self, batch: Mapping[str, Any]) -> None:
         """Checks that the rows of a batch have as many images as placeholders.
 
         Args:
-            batch: If a mapping has `tokens` and `pixel_values` as NumPy arrays, they are checked.
+            batch: Arrays by name; NumPy arrays are checked.
 
         Raises:
-            ValueError: If a row has placeholders for more images than there are, or for a part of
-                one; or the images have another size.
+            ValueError: If they haven't, or an array has another shape.
         """
-        if not isinstance(batch, Mapping):
-            return
-        tokens, pixels = batch.get("tokens"), batch.get("pixel_values")
-        if not isinstance(tokens, np.ndarray):
-            return
-        counts = (tokens == self.token).sum(axis=-1)
-        images = pixels.shape[1] if isinstance(pixels, np.ndarray) and pixels.ndim == 5 else 0
-        if isinstance(pixels, np.ndarray) and pixels.shape[2:] != self.pixels:
-            raise ValueError(
-                f"batch['pixel_values'] must have the shape {PIXELS} with images of {self.pixels}, "
-                f"but has {pixels.shape}"
-            )
-        for row, count in enumerate(counts.reshape(-1).tolist()):
-            if count % self.tokens_per_image or count > images * self.tokens_per_image:
-                raise ValueError(
-                    f"row {row} of batch['tokens'] has {count:,} placeholders of images (token "
-                    f"{self.token}), but an image takes {self.tokens_per_image:,}, and "
-                    f"batch['pixel_values'] has {images:,} images for each row"
-                )
+
+    def as_in(self, names: frozenset[str]) -> "VisionConfig":
+        """Returns the configuration for a checkpoint with tensors of these names."""
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,10 @@ from megatrain_jax._src.lm.models.causal_attention import full_attention
 from megatrain_jax._src.lm.models.decoder_options import (
     DecoderOptions,
     ParameterMaker,
-    VisionConfig,
 )
 from megatrain_jax._src.lm.models.family import Family, multimodal_family
 from megatrain_jax._src.lm.models.hf_common import Fields
+from megatrain_jax._src.lm.models.images import FixedImages
 from megatrain_jax._src.lm.models.layers import BiasedMLP, LayerNorm, Linear, RMSNorm
 
 _SIGLIP = "siglip_vision_model"
@@ -211,7 +211,7 @@ _INSIDE = "vision_model."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3VisionConfig(VisionConfig):
+class Gemma3VisionConfig(FixedImages):
     """The sizes of Gemma 3's vision part.
 
     Attributes:

@@ -1,0 +1,117 @@
+"""Images in a decoder's rows: their vectors in place of placeholders, and images of one size."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Integer
+
+from megatrain_jax._src.lm.models.arrays import check_array
+from megatrain_jax._src.lm.models.causal_attention import ImageRows
+from megatrain_jax._src.lm.models.decoder_options import Placed, VisionConfig
+
+PIXELS = "(rows, images, channels, height, width)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedImages(VisionConfig):
+    """A vision part for images of one size. Its module maps pixels to vectors.
+
+    Attributes:
+        tokens_per_image: Vectors of an image.
+        pixels: Channels, height and width of an image.
+        mutual: Whether the vectors of an image attend to each other in both directions.
+    """
+
+    tokens_per_image: int
+    pixels: tuple[int, int, int]
+    mutual: bool
+
+    def place(
+        self,
+        decoder: Any,
+        x: Float[Array, "rows length width"],
+        tokens: Integer[Array | np.ndarray, "rows length"],
+        segments: Integer[Array, "rows length"] | None,
+        positions: Integer[Array | np.ndarray, "rows length"],
+        images: Mapping[str, Any],
+    ) -> Placed:
+        """Puts the vectors of images in their places; see `VisionConfig`."""
+        pixels, numbers = images["pixel_values"], segments
+        check_array("pixel_values", pixels, PIXELS, num_axes=5)
+        if pixels.shape[0] != tokens.shape[0] or pixels.shape[2:] != self.pixels:
+            raise ValueError(
+                f"`pixel_values` must have the shape {PIXELS} with {tokens.shape[0]} rows and "
+                f"images of {self.pixels}, but has {pixels.shape}"
+            )
+        vectors = decoder.vision(jnp.asarray(pixels).reshape(-1, *self.pixels))
+        vectors = vectors.reshape(*pixels.shape[:2], *vectors.shape[1:])
+        x = with_images(x, tokens, vectors, self.token)
+        if self.mutual:
+            own = image_numbers(tokens, self.token)
+            numbers: Any = ImageRows(segments, own, self.tokens_per_image)
+        return Placed(x, numbers, positions)
+
+    def batch_shapes(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the arrays of a batch whose rows are full of images, for plans."""
+        images = max(1, length // (self.tokens_per_image + 4))
+        return {"pixel_values": jax.ShapeDtypeStruct((rows, images, *self.pixels), jnp.float32)}
+
+    def check_batch(self, batch: Mapping[str, Any]) -> None:
+        """Checks that the rows of a batch have as many images as placeholders."""
+        tokens, pixels = batch.get("tokens"), batch.get("pixel_values")
+        if not isinstance(tokens, np.ndarray):
+            return
+        counts = (tokens == self.token).sum(axis=-1)
+        images = pixels.shape[1] if isinstance(pixels, np.ndarray) and pixels.ndim == 5 else 0
+        if isinstance(pixels, np.ndarray) and pixels.shape[2:] != self.pixels:
+            raise ValueError(
+                f"batch['pixel_values'] must have the shape {PIXELS} with images of {self.pixels}, "
+                f"but has {pixels.shape}"
+            )
+        for row, count in enumerate(counts.reshape(-1).tolist()):
+            if count % self.tokens_per_image or count > images * self.tokens_per_image:
+                raise ValueError(
+                    f"row {row} of batch['tokens'] has {count:,} placeholders of images (token "
+                    f"{self.token}), but an image takes {self.tokens_per_image:,}, and "
+                    f"batch['pixel_values'] has {images:,} images for each row"
+                )
+
+
+def image_numbers(
+    tokens: Integer[Array | np.ndarray, "rows length"], token: int
+) -> Integer[Array, "rows length"]:
+    """Returns the image of each token, counted from 1 in each row; 0 for text.
+
+    Neighbouring placeholders belong to the same image, as in Transformers.
+
+    For example, with the placeholder 9, tokens [9, 9, 5, 9, 6] give [1, 1, 0, 2, 0].
+    """
+    inside = jnp.asarray(tokens) == token
+    starts = inside & ~jnp.pad(inside[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where(inside, jnp.cumsum(starts, axis=1, dtype=jnp.int32), 0)
+
+
+def with_images(
+    x: Float[Array, "rows length width"],
+    tokens: Integer[Array | np.ndarray, "rows length"],
+    vectors: Float[Array, "rows ... width"],
+    token: int,
+) -> Float[Array, "rows length width"]:
+    """Returns embeddings with the images' vectors in place of the placeholders'.
+
+    Args:
+        x: The tokens' embeddings.
+        tokens: The tokens.
+        vectors: The vectors of each row's images, in order. Vectors without a placeholder are not
+            used; a placeholder without a vector becomes NaN.
+        token: The placeholder.
+    """
+    inside = (jnp.asarray(tokens) == token)[..., None]
+    places = jnp.cumsum(inside, axis=1, dtype=jnp.int32) - 1
+    flat = vectors.reshape(x.shape[0], -1, x.shape[-1]).astype(x.dtype)
+    taken = jnp.take_along_axis(flat, jnp.maximum(places, 0), axis=1, mode="fill")
+    return jnp.where(inside, taken, x)
