@@ -1,4 +1,4 @@
-"""A small random Gemma 3 with its vision part, and batches of text and images for it."""
+"""Small random models with a vision part, and batches of text and images for them."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,8 @@ import transformers
 from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+from family_options import LINEAR, MOE, SHARED, SWA
 
 torch: Any = pytest.importorskip(
     "torch", reason='makes a checkpoint with PyTorch: pip install -e ".[torch]"'
@@ -32,54 +34,101 @@ TEMPLATE = (
 )
 
 
-def make_torch(**changes: Any) -> Any:
+_TEXT = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+_TOWER = {"hidden_size": 24, "intermediate_size": 40, "patch_size": 4}
+# In Qwen's names.
+_QWEN = _TOWER | {"depth": 2, "num_heads": 3, "out_hidden_size": 32}
+_PLACES = _QWEN | {"num_position_embeddings": 25}
+_MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
+_HYBRID = LINEAR | {
+    "rope_parameters": LINEAR["rope_parameters"] | {"mrope_section": [2, 1, 1]},
+}
+_TOKENS = {
+    "image_token_id": IMAGE,
+    "vision_start_token_id": BEGIN,
+    "vision_end_token_id": END,
+    "video_token_id": END + 1,
+}
+# Name: class of Transformers, and options of its text, its tower and itself.
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 3,
+            "query_pre_attn_scalar": 9,
+            "sliding_window": 6,
+            "sliding_window_pattern": 2,
+        },
+        _TOWER
+        | {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "image_size": SIZE,
+            "layer_norm_eps": 1e-3,
+            "vision_use_head": False,
+        },
+        {
+            "mm_tokens_per_image": VECTORS,
+            "image_token_index": IMAGE,
+            "boi_token_index": BEGIN,
+            "eoi_token_index": END,
+        },
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        SWA | {"rms_norm_eps": 1e-3, "rope_parameters": _MROPE, "tie_word_embeddings": True},
+        _QWEN | {"window_size": 16, "fullatt_block_indexes": [1]},
+        _TOKENS | {"tie_word_embeddings": True},
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {"rope_parameters": _MROPE},
+        _PLACES | {"deepstack_visual_indexes": [0, 1]},
+        _TOKENS,
+    ),
+    "qwen3.5": ("Qwen3_5", _HYBRID, _PLACES, _TOKENS),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        MOE | _HYBRID | SHARED | {"output_router_logits": False},
+        _PLACES,
+        _TOKENS,
+    ),
+}
+
+
+def make_torch(kind: str = "gemma3", **changes: Any) -> Any:
     """Returns a random model in eval mode, with vectors of images that matter."""
-    text = {
-        "vocab_size": 99,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "query_pre_attn_scalar": 9,
-        "sliding_window": 6,
-        "sliding_window_pattern": 2,
-        "pad_token_id": 0,
-    }
-    vision = {
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-        "image_size": SIZE,
-        "patch_size": 4,
-        "layer_norm_eps": 1e-3,
-        "vision_use_head": False,
-    }
-    tokens: dict[str, Any] = {
-        "image_token_index": IMAGE,
-        "boi_token_index": BEGIN,
-        "eoi_token_index": END,
-    }
-    config = transformers.Gemma3Config(
-        text_config=text | changes, vision_config=vision, mm_tokens_per_image=VECTORS, **tokens
+    family, text, vision, own = KINDS[kind]
+    config = getattr(transformers, f"{family}Config")(
+        text_config=_TEXT | text | changes, vision_config=vision, **own
     )
     torch.manual_seed(0)
-    model = transformers.Gemma3ForConditionalGeneration._from_config(
+    model = getattr(transformers, f"{family}ForConditionalGeneration")._from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-        model.model.multi_modal_projector.mm_input_projection_weight.normal_(0, 0.3)
+            elif "visual" in name:
+                parameter.mul_(8)
+        if kind == "gemma3":
+            model.model.multi_modal_projector.mm_input_projection_weight.normal_(0, 0.3)
     return model.eval()
 
 
-def checkpoint(folder: Path, **changes: Any) -> tuple[Any, Path]:
+def checkpoint(folder: Path, kind: str = "gemma3", **changes: Any) -> tuple[Any, Path]:
     """Returns a random model, and the folder in which Transformers has saved it."""
-    model = make_torch(**changes)
+    model = make_torch(kind, **changes)
     model.save_pretrained(folder)
     return model, folder
 
@@ -116,21 +165,37 @@ def picture(seed: int, height: int = 20, width: int = 30) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def batch(seed: int = 0, length: int = 25) -> dict[str, np.ndarray]:
+# Rows and columns of patches of the images in each row, where sizes vary.
+GRIDS = ([(6, 10), (8, 4), (4, 4)], [], [(4, 10)])
+
+
+def batch(seed: int = 0, kind: str = "gemma3") -> dict[str, np.ndarray]:
     """Returns rows with three images, none, and one; the images' tokens are no labels."""
     rng = np.random.default_rng(seed)
-    image = [BEGIN, *[IMAGE] * VECTORS, END]
+    length = 25 if kind == "gemma3" else 42
+    sizes = [rng.permutation(row).reshape(-1, 2) for row in GRIDS]
     rows = []
-    for parts in ROWS:
-        row = [token for n in parts for token in (image if n is None else text(rng, n))]
+    for parts, grids in zip(ROWS, sizes, strict=True):
+        counts = iter(grids.prod(axis=-1) // 4)
+        row = []
+        for n in parts:
+            vectors = VECTORS if kind == "gemma3" else next(counts, 0) if n is None else 0
+            row += [BEGIN, *[IMAGE] * vectors, END] if n is None else text(rng, n)
         rows.append((row + text(rng, length))[:length])
     tokens = np.array(rows, np.int32)
-    return {
+    shape = (MOST, CHANNELS, SIZE, SIZE) if kind == "gemma3" else (112, 2 * CHANNELS * 4 * 4)
+    found = {
         "tokens": tokens[:, :-1],
         "labels": tokens[:, 1:],
         "mask": tokens[:, 1:] < IMAGE,
-        "pixel_values": rng.normal(size=(len(rows), MOST, CHANNELS, SIZE, SIZE)).astype(np.float32),
+        # Also where there is no image.
+        "pixel_values": rng.normal(size=(len(rows), *shape)).astype(np.float32),
     }
+    if kind != "gemma3":
+        found["image_grid_thw"] = np.zeros((len(rows), MOST, 3), np.int32)
+        for row, grids in zip(found["image_grid_thw"], sizes, strict=True):
+            row[: len(grids)] = np.insert(grids, 0, 1, axis=1)
+    return found
 
 
 def text(rng: np.random.Generator, count: int) -> list[int]:
@@ -140,14 +205,17 @@ def text(rng: np.random.Generator, count: int) -> list[int]:
 def inputs(given: dict[str, np.ndarray]) -> dict[str, Any]:
     """Returns Transformers' arguments for a batch: all images in one array, without padding."""
     tokens = torch.tensor(given["tokens"]).long()
-    counts = (given["tokens"] == IMAGE).sum(1) // VECTORS
-    images = [row[:n] for row, n in zip(given["pixel_values"], counts, strict=True)]
-    kinds = (tokens == IMAGE).long()
-    return {
-        "input_ids": tokens,
-        "token_type_ids": kinds,
-        "pixel_values": torch.tensor(np.concatenate(images)),
-    }
+    kinds, pixels = (tokens == IMAGE).long(), given["pixel_values"]
+    found = {"input_ids": tokens}
+    if (grids := given.get("image_grid_thw")) is None:
+        found["token_type_ids"] = kinds
+        counts = (given["tokens"] == IMAGE).sum(1) // VECTORS
+    else:
+        counts = grids.prod(axis=-1).sum(axis=-1)
+        found["mm_token_type_ids"] = kinds
+        found["image_grid_thw"] = torch.tensor(grids[grids.any(axis=-1)]).long()
+    images = np.concatenate([row[:n] for row, n in zip(pixels, counts, strict=True)])
+    return found | {"pixel_values": torch.tensor(images)} if len(images) else found
 
 
 def loss_of(model: Any, given: dict[str, np.ndarray]) -> Any:

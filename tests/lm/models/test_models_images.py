@@ -22,7 +22,16 @@ torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install 
 
 from families import named  # noqa: E402
 from published import PUBLISHED  # noqa: E402
-from tiny_images import IMAGE, batch, checkpoint, inputs, loss_of, make_processor  # noqa: E402
+from tiny_images import (  # noqa: E402
+    IMAGE,
+    KINDS,
+    MOST,
+    batch,
+    checkpoint,
+    inputs,
+    loss_of,
+    make_processor,
+)
 
 STEPS, RATE, EPS = 5, 1e-3, 1e-4
 TEXT = r"^(?!vision/)"
@@ -35,92 +44,149 @@ def given(tmp_path_factory) -> tuple[Any, models.Pretrained]:
     return model, models.load_pretrained(folder, images=True)
 
 
-def trained(pretrained: models.Pretrained, trainable: str | None, steps: int, **options: Any):
+def trained(
+    pretrained: models.Pretrained, trainable: str | None, steps: int, kind: str = "gemma3"
+) -> tuple[mt.Trainer, list[Any]]:
     trainer = mt.Trainer(
         pretrained.model,
         models.next_token_loss,
         optax.adamw(RATE, eps=EPS, weight_decay=0.01),
-        batch(),
+        batch(kind=kind),
         params=pretrained.params,
         trainable=trainable,
         precision=mt.Precision(compute=jnp.float32),
-        **options,
     )
-    return trainer, [trainer.read(trainer.step(batch(seed)))["loss"] for seed in range(steps)]
+    taken = [trainer.step(batch(seed, kind)) for seed in range(steps)]
+    return trainer, [trainer.read(step)["loss"] for step in taken]
 
 
-def by_name(model: Any) -> dict[str, np.ndarray]:
-    """Transformers' parameters by the names of the files."""
-    found = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
-    return {n.removeprefix("model."): array for n, array in named(found, model).items()}
+def by_name(model: Any, gradients: bool = False) -> dict[str, np.ndarray]:
+    """Transformers' parameters, or their gradients, by the names of the files."""
+    given = {name: p.grad if gradients else p for name, p in model.named_parameters()}
+    found = {name: p.detach().numpy().copy() for name, p in given.items()}
+    # Transformers reads and writes only those of Gemma without this beginning.
+    start = "model." if model.config.model_type == "gemma3" else ""
+    return {n.removeprefix(start): array for n, array in named(found, model).items()}
 
 
-@pytest.mark.by_default("frozen")
-@pytest.mark.parametrize("trainable", [TEXT, None], ids=["frozen", "all"])
-def test_five_steps_are_those_of_transformers(trainable, tmp_path):
-    model, folder = checkpoint(tmp_path / "m")
+@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl"])
+def test_logits_and_gradients_are_those_of_transformers(kind, tmp_path):
+    theirs, folder = checkpoint(tmp_path, kind)
+    model, arrays = filled(models.load_pretrained(folder, images=True)), batch(kind=kind)
+    loss_of(theirs, arrays).backward()
+    with torch.no_grad():
+        logits = theirs(**inputs(arrays)).logits.numpy()
+
+    def loss(model):
+        hidden, _ = model.hidden(arrays["tokens"], **images_of(arrays))
+        return models.next_token_loss(model, arrays)[0], model.logits_of(hidden)
+
+    grads, found = nnx.jit(nnx.grad(loss, has_aux=True))(model)
+    np.testing.assert_allclose(found, logits, atol=1e-5 * max(1, np.abs(logits).max()))
+    ours = dict(leaves(grads))
+    theirs_by_name = by_name(theirs, gradients=True)
+    for entry in parameter_tensors(model.config):
+        (name,) = entry.names
+        want, got = theirs_by_name[name], np.asarray(ours[entry.path])
+        assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want), name
+
+
+CASES = [(kind, trainable) for trainable in (TEXT, None) for kind in KINDS]
+
+
+@pytest.mark.by_default("gemma3-frozen")
+@pytest.mark.parametrize(
+    ("kind", "trainable"), CASES, ids=[f"{kind}-{'frozen' if t else 'all'}" for kind, t in CASES]
+)
+def test_five_steps_are_those_of_transformers(kind, trainable, tmp_path):
+    model, folder = checkpoint(tmp_path / "m", kind)
     pretrained = models.load_pretrained(folder, images=True)
-    trainer, losses = trained(pretrained, trainable, STEPS)
+    trainer, losses = trained(pretrained, trainable, STEPS, kind)
     if trainable:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_("vision" not in name and "projector" not in name)
+            parameter.requires_grad_(not any(part in name for part in ("vis", "projector")))
     own = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(own, lr=RATE, eps=EPS, weight_decay=0.01)
     expected = []
     for seed in range(STEPS):
         optimizer.zero_grad()
-        loss = loss_of(model.train(), batch(seed))
+        loss = loss_of(model.train(), batch(seed, kind))
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     found, parameters = dict(leaves(trainer.model)), by_name(model)
     for entry in parameter_tensors(pretrained.config):
-        want, got = parameters[entry.names[0]], np.asarray(found[entry.path])
+        wanted = [parameters[name] for name in entry.names]
+        want, got = np.stack(wanted) if entry.stacked else wanted[0], np.asarray(found[entry.path])
         assert np.linalg.norm(got - want) <= 2e-6 * np.linalg.norm(want), entry.names[0]
     if trainable:
-        check_export(trainer, folder, tmp_path)
+        check_export(trainer, folder, tmp_path, kind)
 
 
-def check_export(trainer: mt.Trainer, source: Any, folder: Any) -> None:
+def check_export(trainer: mt.Trainer, source: Any, folder: Any, kind: str) -> None:
     """The vision part is exported untouched, and Transformers gives the trained model's logits."""
     models.save_pretrained(trainer, folder / "saved")
     read, saved = (load_file(at / "model.safetensors") for at in (source, folder / "saved"))
     assert read.keys() == saved.keys()
     for name, array in saved.items():
-        if not name.startswith("language_model."):
+        if any(part in name for part in ("visual.", "vision_tower.", "projector.")):
             assert array.tobytes() == read[name].tobytes()
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(folder / "saved").eval()
     with torch.no_grad():
-        logits = model(**inputs(batch())).logits.numpy()
-    np.testing.assert_allclose(logits_of(trainer.model, batch()), logits, atol=2e-6)
+        logits = model(**inputs(batch(kind=kind))).logits.numpy()
+    found = logits_of(trainer.model, batch(kind=kind))
+    np.testing.assert_allclose(found, logits, atol=2e-6 * max(1, np.abs(logits).max()))
 
 
-def logits_of(model: models.Decoder, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    def function(model, tokens, pixels):
-        hidden, _ = model.hidden(tokens, pixel_values=pixels)
+def logits_of(model: models.Decoder, arrays: dict[str, np.ndarray], segments: Any = None) -> Any:
+    def function(model, images):
+        hidden, _ = model.hidden(arrays["tokens"], None, segments, **images)
         return model.logits_of(hidden)
 
-    return np.asarray(nnx.jit(function)(model, arrays["tokens"], arrays["pixel_values"]))
+    return np.asarray(nnx.jit(function)(model, images_of(arrays)))
 
 
-def test_packed_documents_are_as_each_alone(given):
-    _, pretrained = given
-    model = filled(pretrained)
-    arrays = batch()
-    tokens, pixels = arrays["tokens"], arrays["pixel_values"]
-    # The last row's document, with one image, follows the first row's, with three.
-    both = np.concatenate([tokens[:1], tokens[2:]], axis=1)
-    images = np.concatenate([pixels[:1], pixels[2:, :1]], axis=1)
-    segments = np.repeat([[1, 2]], tokens.shape[1], axis=1)
-    hidden, _ = nnx.jit(
-        lambda model, *args: model.hidden(*args[:2], args[2], pixel_values=args[3])
-    )(model, both, None, segments, images)
+def images_of(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    names = ("pixel_values", "image_grid_thw")
+    return {name: jnp.asarray(arrays[name]) for name in names if name in arrays}
+
+
+@pytest.mark.by_default("gemma3", "qwen2.5-vl")
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_are_as_each_alone(kind, tmp_path):
+    _, folder = checkpoint(tmp_path, kind)
+    model, arrays = filled(models.load_pretrained(folder, images=True)), batch(kind=kind)
     alone = logits_of(model, arrays)
-    found = np.asarray(model.logits_of(hidden))[0]
-    np.testing.assert_allclose(found, np.concatenate([alone[0], alone[2]]), atol=2e-6)
+    # The last row's document, with one image, follows the first row's, with three.
+    names = ("tokens", "pixel_values", "image_grid_thw")
+    first, last = ([arrays[name][at] for name in names if name in arrays] for at in (0, 2))
+    counts = [len(first[0]), MOST if kind == "gemma3" else 108, MOST]
+    both = [np.concatenate(pair)[None] for pair in zip(first, last, strict=True)]
+    for array, other, count in zip(both[1:], last[1:], counts[1:], strict=False):
+        array[0, count : count + len(other)] = other
+    segments = np.repeat([[1, 2]], counts[0], axis=1)
+    found = logits_of(model, dict(zip(names, both, strict=False)), segments)
+    expected = np.concatenate([alone[0], alone[2]])
+    np.testing.assert_allclose(found[0], expected, atol=2e-6 * max(1, np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl"])
+def test_padding_of_patches_has_no_effect(kind, tmp_path):
+    _, folder = checkpoint(tmp_path, kind)
+    model, arrays = filled(models.load_pretrained(folder, images=True)), batch(kind=kind)
+    wider, padded = dict(arrays), np.full((3, 160, arrays["pixel_values"].shape[2]), 1e3)
+    for row, (pixels, grids) in enumerate(
+        zip(arrays["pixel_values"], arrays["image_grid_thw"], strict=True)
+    ):
+        used = grids.prod(axis=-1).sum()
+        padded[row, :used] = pixels[:used]
+    wider["pixel_values"] = padded.astype(np.float32)
+    wider["image_grid_thw"] = np.pad(arrays["image_grid_thw"], ((0, 0), (0, 2), (0, 0)))
+    found, expected = (logits_of(model, given) for given in (wider, arrays))
+    np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
 
 
 def filled(pretrained: models.Pretrained, dtype: Any = jnp.float32) -> models.Decoder:
@@ -182,15 +248,25 @@ def check_alike(ours: Any, defined: Any, *arrays: jax.Array) -> None:
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def test_attention_in_a_tower_sees_all(monkeypatch):
+@pytest.mark.parametrize("most", [None, 4], ids=["any", "few"])
+@pytest.mark.parametrize("divided", [False, True])
+def test_attention_in_a_tower_sees_all_of_a_segment(divided, most, monkeypatch):
     monkeypatch.setattr("megatrain_jax._src.lm.models.causal_attention._PIECE_BYTES", 1)
     keys = jax.random.split(jax.random.key(0), 3)
+    segments = np.repeat(np.arange(12), [4, 3, 4, 2, 1, 4, 4, 3, 4, 1, 4, 3])
+    segments = np.stack([segments, segments[::-1]]) if divided else np.zeros((2, 37), int)
+    mask = segments[:, None, :, None] == segments[:, None, None]
 
     def defined(q, k, v):
-        scores = jnp.einsum("bmhd,bnhd->bhmn", q, k) * 8**-0.5
+        scores = jnp.where(mask, jnp.einsum("bmhd,bnhd->bhmn", q, k) * 8**-0.5, -jnp.inf)
         return jnp.einsum("bhmn,bnhd->bmhd", jax.nn.softmax(scores, axis=-1), v)
 
-    check_alike(full_attention, defined, *(jax.random.normal(key, (2, 37, 2, 8)) for key in keys))
+    def ours(q, k, v):
+        if not divided:
+            return full_attention(q, k, v)
+        return full_attention(q, k, v, jnp.asarray(segments), most)
+
+    check_alike(ours, defined, *(jax.random.normal(key, (2, 37, 2, 8)) for key in keys))
 
 
 def test_older_names_of_tensors_are_read_and_kept(given, tmp_path):
@@ -247,6 +323,30 @@ def test_batches_that_do_not_fit_are_refused(given, tmp_path):
         models.next_token_loss(models.load_pretrained(pretrained.folder).model(), arrays)
 
 
+def test_batches_of_images_of_any_size_that_do_not_fit_are_refused(tmp_path):
+    _, folder = checkpoint(tmp_path, "qwen3-vl")
+    model, arrays = models.load_pretrained(folder, images=True).model(), batch(kind="qwen3-vl")
+    model.check_batch(arrays)
+    model.check_batch({"tokens": arrays["tokens"][1:2]})
+    tokens, grids = arrays["tokens"].copy(), arrays["image_grid_thw"]
+    tokens[1, 4] = IMAGE
+    with refuses(ValueError, "row 1", 1, 0):
+        model.check_batch(arrays | {"tokens": tokens})
+    with refuses(ValueError, "row 0", 27, 26):
+        model.check_batch(arrays | {"pixel_values": arrays["pixel_values"][:, :104]})
+    with refuses(ValueError, "row 0", 27, 0):
+        model.check_batch({"tokens": tokens[:1]})
+    for change in ((2, 4, 4), (1, 5, 4)):
+        with refuses(ValueError, "image_grid_thw", list(change), "image 1", "row 0"):
+            model.check_batch(arrays | {"image_grid_thw": np.insert(grids, 1, change, axis=1)})
+    for name, array in (("pixel_values", grids), ("image_grid_thw", grids[..., :2])):
+        with refuses(ValueError, name, "(rows,"):
+            model.check_batch(arrays | {name: array})
+    with refuses(TypeError, "image_grid_thw"):
+        names = ("tokens", "labels", "pixel_values")
+        models.next_token_loss(model, {name: arrays[name] for name in names})
+
+
 def test_texts_are_continued_as_without_a_vision_part(given):
     _, pretrained = given
     both = filled(pretrained), filled(models.load_pretrained(pretrained.folder))
@@ -269,21 +369,56 @@ def test_texts_are_continued_as_without_a_vision_part(given):
     ],
 )
 def test_configurations_that_are_not_supported_are_named(given, change, message, tmp_path):
-    folder = given[1].folder
+    check_refused(given[1].folder, change, message, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "clip"}, "clip.*qwen3_vl_vision"),
+        ({"num_heads": 5}, "`num_heads` = 5"),
+        ({"num_position_embeddings": 24}, "`num_position_embeddings` = 24"),
+        ({"out_hidden_size": 31}, "`out_hidden_size` = 31"),
+        ({"deepstack_visual_indexes": [0, 2]}, "`deepstack_visual_indexes`"),
+        ({"deepstack_visual_indexes": [1, 0]}, "`deepstack_visual_indexes`"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "`rope_type` = 'yarn'"),
+        ({"window_size": 16}, "fields.*window_size"),
+    ],
+)
+def test_towers_that_are_not_supported_are_named(change, message, tmp_path):
+    _, folder = checkpoint(tmp_path / "given", "qwen3-vl")
+    values = json.loads((folder / "config.json").read_text())
+    check_refused(folder, {"vision_config": values["vision_config"] | change}, message, tmp_path)
+
+
+def test_sections_that_do_not_fit_a_head_are_named(tmp_path):
+    _, folder = checkpoint(tmp_path / "given", "qwen2.5-vl")
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    for sections, message in (([2, 1], "three"), ([2, 1, 2], "sum to 4")):
+        text["rope_parameters"]["mrope_section"] = sections
+        check_refused(folder, {"text_config": text}, f"`mrope_section`.*{message}", tmp_path)
+
+
+def check_refused(folder: Any, change: dict[str, Any], message: str, tmp_path: Any) -> None:
+    """A checkpoint with this change is read for text, and refused for images."""
     values = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | change))
-    (tmp_path / "model.safetensors").symlink_to(tmp_path / "other")
-    (tmp_path / "other").write_bytes((folder / "model.safetensors").read_bytes())
+    weights = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights)
     models.load_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
         models.load_pretrained(tmp_path, images=True)
 
 
-def test_a_published_checkpoint_has_as_many_parameters():
-    (released,) = (one for one in PUBLISHED.values() if one.config["model_type"] == "gemma3")
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [("gemma3", 4_300_079_472), ("qwen2_5_vl", 8_292_166_656), ("qwen3_vl", 8_767_123_696)],
+)
+def test_a_published_checkpoint_has_as_many_parameters(family, count):
+    (released,) = (one for one in PUBLISHED.values() if one.config["model_type"] == family)
     config = models.DecoderConfig.from_hf(released.config, images=True)
     sizes = [math.prod(entry.shape) for entry in parameter_tensors(config)]
-    assert sum(sizes) == 4_300_079_472
+    assert sum(sizes) == count
 
 
 def test_families_without_images_are_refused(given, tmp_path):

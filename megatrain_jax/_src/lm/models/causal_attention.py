@@ -338,27 +338,38 @@ def _seen(own, others, offset, num_queries, num_keys, window) -> Array:
 Heads = Float[Array, "rows length heads head_dim"]
 
 
-def full_attention(q: Heads, k: Heads, v: Heads) -> Heads:
-    """Lets each token attend to all tokens of its row.
+def full_attention(
+    q: Heads, k: Heads, v: Heads, segments: Segments | None = None, most: int | None = None
+) -> Heads:
+    """Lets each token attend to all tokens of its row, or of its segment.
 
     Args:
         q: Queries.
         k: Keys, with as many heads.
         v: Values, as `k`.
+        segments: Number of each token's segment; the tokens of a segment follow each other. None
+            if each row is one.
+        most: The maximum number of tokens of a segment; None if it isn't known.
 
     Returns:
         An array with the shape and dtype of `q`; softmax is computed in fp32.
     """
-    scale = 1 / math.sqrt(q.shape[-1])
-    if fits_cudnn(q, packed=False):
+    scale, (length, _, head_dim) = 1 / math.sqrt(q.shape[-1]), q.shape[1:]
+    # Far fewer scores without cuDNN, which has windows only for causal attention.
+    near = most if most is not None and _MAX_SPANS * most <= length else None
+    if near is None and fits_cudnn(q, packed=segments is not None):
+        if segments is not None:
+            q, k, v = mark(q, k, v, segments, scale)
         if trace_target().card is not None:
-            return attention_kernel.attend(q, k, v, None, causal=False)
-        return jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="cudnn")
+            return attention_kernel.attend(q, k, v, None, causal=False)[..., :head_dim]
+        mixed = jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="cudnn")
+        return mixed[..., :head_dim]
     piece = piece_of(q.shape)
+    spans = ((0, length),) if near is None else tuple(spans_of(length, min(piece, near)))
     # All tokens are one image.
-    images = jax.numpy.ones(q.shape[:2], jax.numpy.int32)
-    spans = ((0, q.shape[1]),)
-    return in_spans(q, k, v, None, None, spans, piece, None, None, scale, images, q.shape[1])
+    images = jnp.ones(q.shape[:2], jnp.int32)
+    ahead = length if near is None else near
+    return in_spans(q, k, v, segments, None, spans, piece, near, None, scale, images, ahead)
 
 
 class ImageRows(Past):

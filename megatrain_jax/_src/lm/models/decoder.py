@@ -165,6 +165,7 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = positions_in(tokens.shape[1], numbers)
         x = self.embed(tokens)
+        places: Any = positions
         added: Sequence[Array] = ()
         if pixel_values is not None:
             if (vision := self.config.vision) is None:
@@ -174,10 +175,10 @@ class Decoder(nnx.Module):
                 )
             images = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
             given = {name: array for name, array in images.items() if array is not None}
-            x, numbers, positions, added = vision.place(self, x, tokens, numbers, positions, given)
+            x, numbers, places, added = vision.place(self, x, tokens, numbers, positions, given)
         ropes = [self.config.rope_of(i) for i in range(len(self.layers))]
         # Once for each rotary embedding, not for each layer: it depends only on positions.
-        rotations = {rope: rope and rotation(rope, positions) for rope in dict.fromkeys(ropes)}
+        rotations = {rope: rope and rotation(rope, places) for rope in dict.fromkeys(ropes)}
         tallies = []
         # Values of a family's layers beside the hidden states: each layer returns them for the
         # next.

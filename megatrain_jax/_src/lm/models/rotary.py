@@ -19,6 +19,7 @@ from megatrain_jax._src.lm.models.past import Past
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
 CosSin = tuple[Float[Array, "rows length pairs"], Float[Array, "rows length pairs"]]
 """Cosines and sines of the rotation angles of the pairs of a head."""
+Positions = Integer[Array | np.ndarray, "rows length *pairs"]
 
 
 class Rotation(NamedTuple):
@@ -129,8 +130,10 @@ class Rope:
                     )
 
 
-def cos_sin_tables(rope: Rope, positions: Integer[Array | np.ndarray, "rows length"]) -> CosSin:
+def cos_sin_tables(rope: Rope, positions: Positions) -> CosSin:
     """Returns cosines and sines in fp32 for positions; a rotary embedding has dim / 2 pairs.
+
+    Positions may also be given for each pair, (rows, length, pairs).
 
     Kinds "dynamic" and "longrope" depend on the largest position in the call, as in Transformers.
 
@@ -138,12 +141,13 @@ def cos_sin_tables(rope: Rope, positions: Integer[Array | np.ndarray, "rows leng
     and the pair (1, 3) by 3 · 100^(-2/4) = 0.3.
     """
     # In fp32 for any model dtype: bfloat16 can't tell positions beyond 256 apart.
-    angles = positions[..., None].astype(jnp.float32) * _frequencies(rope, positions)
+    each = positions if positions.ndim == 3 else positions[..., None]
+    angles = each.astype(jnp.float32) * _frequencies(rope, positions)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
-def rotation(rope: Rope, positions: Integer[Array | np.ndarray, "rows length"]) -> Rotation:
-    """Returns the rotary embedding of tokens at these positions, in fp32."""
+def rotation(rope: Rope, positions: Positions) -> Rotation:
+    """Returns the rotary embedding of tokens at these positions, in fp32; see `cos_sin_tables`."""
     scale = None
     if rope.query_growth:
         assert rope.original_length
@@ -196,9 +200,7 @@ def rotate(
     return jnp.concatenate([*(part.astype(x.dtype) for part in rotated), rest], axis=-1)
 
 
-def _frequencies(
-    rope: Rope, positions: Integer[Array | np.ndarray, "rows length"]
-) -> Float[Array | np.ndarray, " pairs"]:
+def _frequencies(rope: Rope, positions: Positions) -> Float[Array | np.ndarray, " pairs"]:
     """Returns the radians by which each pair is rotated from one position to the next, in fp32."""
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     plain = (1.0 / np.float32(rope.base) ** exponents).astype(np.float32)

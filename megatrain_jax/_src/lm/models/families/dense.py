@@ -1,6 +1,7 @@
 """Families of decoders without experts, with attention in every layer."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.models import hf_common
 from megatrain_jax._src.lm.models.decoder_options import DecoderOptions, ParameterMaker
+from megatrain_jax._src.lm.models.families.qwen_vision import read_vision
 from megatrain_jax._src.lm.models.family import ATTENTION_BIAS, MLP_BIAS, Family, multimodal_family
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.layers import (
@@ -199,6 +201,7 @@ QWEN2_5_VL = multimodal_family(
     body="model",
     head="lm_head",
     older=True,
+    vision=partial(read_vision, prefix="visual", token=151_655, sections=(16, 24, 24), older=True),
 )
 
 
@@ -228,6 +231,13 @@ QWEN3_VL = multimodal_family(
     beside="image_token_id video_token_id vision_start_token_id vision_end_token_id",
     body="model.language_model",
     head="lm_head",
+    vision=partial(
+        read_vision,
+        prefix="model.visual",
+        token=151_655,
+        sections=(24, 20, 20),
+        deep=(8, 16, 24),
+    ),
 )
 
 

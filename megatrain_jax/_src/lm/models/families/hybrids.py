@@ -4,6 +4,7 @@ A layer of linear attention has a state instead of keys and values of all tokens
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -20,6 +21,7 @@ from megatrain_jax._src.lm.models.families.deepseek import (
 )
 from megatrain_jax._src.lm.models.families.dense import Olmo2Layer
 from megatrain_jax._src.lm.models.families.mixtures import GatedSharedMixture
+from megatrain_jax._src.lm.models.families.qwen_vision import read_vision
 from megatrain_jax._src.lm.models.family import Family, multimodal_family
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.layers import (
@@ -322,6 +324,7 @@ _QWEN3_5_FILES: dict[str, Any] = {
     "language_model_only",
     "body": "model.language_model",
     "head": "lm_head",
+    "vision": partial(read_vision, prefix="model.visual", token=248_056, sections=(11, 11, 10)),
 }
 QWEN3_5 = multimodal_family(
     QWEN3_5_TEXT,
