@@ -73,3 +73,12 @@ def test_a_carry_that_a_product_replaces_lies_beside_the_old_one():
     one = 4 * 512 * 512
     shapes = (512, 512), (512, 512)
     assert own_bytes(traced(repeated, *shapes)) == own_bytes(traced(added, *shapes)) + one
+
+
+def test_a_carry_stays_in_its_place_also_in_a_loop_of_unknown_length():
+    def function(x, n):
+        return jax.lax.fori_loop(0, n.astype(jnp.int32), lambda _, y: y + 1, x @ x) @ x
+
+    jaxpr, one = traced(function, (512, 512), ()), 4 * 512 * 512
+    for estimate in (own_bytes, temporary_bytes):
+        assert one <= estimate(jaxpr) < 1.1 * one

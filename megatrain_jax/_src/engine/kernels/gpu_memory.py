@@ -239,7 +239,7 @@ class GpuFunction:
                     self._arrays[v], self._read_bytes[v], after[v] = behind, read, waits
                     continue
                 is_node, after[v] = True, frozenset((number,))
-                start = _overwritten(eqn).get(v)
+                start = jx.overwritten(eqn, _OVERWRITING).get(v)
                 if start is not None and len(self._readers.get(start, ())) == 1:
                     self._arrays[v], self._read_bytes[v] = self._behind(start), self._size(v)
                     continue
@@ -313,18 +313,3 @@ def _renames(eqn: Equation) -> bool:
         return False
     own, made = eqn.invars[0].aval, eqn.outvars[0].aval
     return own.dtype == made.dtype and jx.num_elements(own) == jx.num_elements(made)
-
-
-def _overwritten(eqn: Equation) -> dict[Any, Any]:
-    """Results that are modified operands, such as a loop's carry, with these operands."""
-    if eqn.name in _OVERWRITING:
-        pairs: Any = [(eqn.outvars[0], eqn.invars[0])]
-    elif eqn.name == "scan":
-        first, count = jx.scan_parts(eqn)
-        pairs = zip(eqn.outvars[:count], eqn.invars[first : first + count], strict=True)
-    elif eqn.name == "while":
-        first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        pairs = zip(eqn.outvars, eqn.invars[first:], strict=True)
-    else:
-        pairs = ()
-    return {v: start for v, start in pairs if not jx.is_literal(start)}

@@ -67,7 +67,7 @@ def temporary_bytes(jaxpr: Any, axes: ShardedAxes | None = None, num_devices: in
     roots: dict[Any, frozenset[Any]] = {}
     for eqn in jaxpr.eqns:
         behind = jx.union(roots, eqn.invars)
-        changed = _changed(eqn)
+        changed = jx.overwritten(eqn, ("dynamic_update_slice",))
         if eqn.primitive.name == "optimization_barrier":  # its results are its operands
             given = (frozenset() if jx.is_literal(a) else roots.get(a, ()) for a in eqn.invars)
             roots.update((v, frozenset(a)) for v, a in zip(eqn.outvars, given, strict=True))
@@ -123,23 +123,6 @@ def _is_fused(eqn: Any, names: Collection[str]) -> bool:
     if inner := jx.called(eqn, CALLS):
         return all(_is_fused(e, names) for e in inner.jaxpr.eqns)
     return eqn.primitive.name in names
-
-
-def _changed(eqn: Any) -> dict[Any, Any]:
-    """Results that are modified operands, such as a loop's carry, with these operands."""
-    if eqn.primitive.name == "dynamic_update_slice":
-        return {} if jx.is_literal(eqn.invars[0]) else {eqn.outvars[0]: eqn.invars[0]}
-    # The operands of both loops are constants, then the carry, then, for a scan, the arrays that it
-    # reads row by row. The first results are the final carry.
-    if eqn.primitive.name not in ("scan", "while"):
-        return {}
-    if eqn.primitive.name == "scan":
-        first, count = jx.scan_parts(eqn)
-    else:
-        first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        count = len(eqn.invars) - first
-    pairs = zip(eqn.outvars[:count], eqn.invars[first : first + count], strict=True)
-    return {v: start for v, start in pairs if not jx.is_literal(start)}
 
 
 def _renames(eqn: Any) -> bool:

@@ -243,6 +243,25 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def overwritten(eqn: Any, names: Collection[str]) -> dict[Any, Any]:
+    """Results that are modified operands, such as a loop's carry, with these operands.
+
+    Args:
+        eqn: The equation.
+        names: Primitives that overwrite a part of their first operand.
+    """
+    if eqn.primitive.name in names:
+        first, count = 0, 1
+    elif eqn.primitive.name == "scan":
+        first, count = scan_parts(eqn)
+    elif eqn.primitive.name == "while":
+        first, count = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"], len(eqn.outvars)
+    else:
+        return {}
+    pairs = zip(eqn.outvars[:count], eqn.invars[first : first + count], strict=True)
+    return {v: start for v, start in pairs if not is_literal(start)}
+
+
 def scan_operands(eqn: Any, ins: Sequence[Any]) -> tuple[Any, Any, Any]:
     """Values of a scan's operands, in three parts: constants, carried values, scanned arrays."""
     consts, carry = scan_parts(eqn)
