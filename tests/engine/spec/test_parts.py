@@ -195,6 +195,36 @@ def test_blocks_stay_whole_where_no_number_of_parts_fits_and_the_plan_says_what_
     assert "KiB with" not in str(replace(unfit, hardware=replace(card("H200"), host_bytes=2**40)))
 
 
+def test_experts_are_divided_as_long_as_that_saves_memory():
+    """A plan of many groups takes many seconds."""
+    tried = []
+
+    def of_rows(*rows):
+        """Runs in 1, 2, 4, ... groups that need as much as so many rows do."""
+        spec = None
+        for n in reversed(range(len(rows))):
+
+            def finer(then=spec, n=n):
+                tried.append(2 ** (n + 1))
+                return then
+
+            made = spec_of_blocks(2, rows=rows[n])
+            spec = replace(made, num_groups=2**n, num_parts=2**n, finer=finer if spec else None)
+        assert spec is not None
+        return spec
+
+    most = least_device_bytes(fitted(spec_of_blocks(2, rows=64), 1 << 30))
+    for rows, expected, fits in (
+        ((320, 288, 256, 64, 32), [2, 4, 8], True),
+        # The first groups may need more, because blocks are no longer in parts.
+        ((256, 288, 256, 256, 64), [2, 4, 8], False),
+    ):
+        tried.clear()
+        found = fitted(of_rows(*rows), most)
+        assert tried == expected
+        assert (least_device_bytes(found) <= most) == fits
+
+
 @pytest.mark.exhaustive
 def test_a_plan_that_fits_in_no_number_of_parts_does_not_say_that_it_was_cut_to_fit():
     case, make = CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"]

@@ -238,6 +238,15 @@ def advised(fits_host: bool | None, fits_device: bool, enough: Any, **settings: 
     return advice(plan, given, enough)
 
 
+def test_a_model_that_cannot_have_adapters_gets_other_advice():
+    def is_enough(settings: PlanSettings) -> bool:
+        if settings.lora_rank is not None:
+            raise ValueError("no layer can have adapters")
+        return settings.clip is None
+
+    assert tells(advised(False, True, is_enough), "--clip null")
+
+
 def test_only_what_helps_is_advised():
     of_host = advised(False, True, lambda s: s.clip is None)
     assert tells(of_host, "host", "--clip null", "docs/fitting.md") and not tells(of_host, "GPU")

@@ -49,14 +49,33 @@ def test_the_largest_number_is_found_with_few_probes(of_tokens: float):
         assert len(probes) <= 20 and len(set(probes)) == len(probes) and min(probes) > 0
 
 
-def test_what_was_found_is_confirmed_by_whole_plans():
+def test_what_was_found_is_confirmed_by_few_whole_plans():
+    asked: list[int] = []
+
     def planned(n: int) -> Any:
+        asked.append(n)
         return SimpleNamespace(n=n, fits_device=n <= 21, fits_host=None)
 
-    for place, expected in ((None, None), (2, 3), (12, 20), (15, 20)):
+    for place, expected, most in ((None, None, 0), (2, 3, 1), (12, 20, 2), (40, 20, 12)):
+        asked.clear()
         found: Any = confirmed(planned, place)
+        assert len(asked) == len(set(asked)) <= most
         assert found == (expected and (expected, planned(expected)))
-    assert confirmed(lambda n: planned(22), 3) is None
+    assert confirmed(lambda n: planned(n + 22), 3) is None
+    assert confirmed(lambda n: None, 3) is None
+
+
+def test_a_number_that_all_smaller_ones_nearly_reach_is_halved_in():
+    """Functions in tiles and blocks in parts take what there is, so fractions tell nothing."""
+    probes: list[int] = []
+
+    def share(n: int) -> float:
+        probes.append(n)
+        return 0.999 if n <= 1000 else 1.2
+
+    place = largest(share, 16)
+    assert place is not None and (round_number(place), round_number(place + 1)) == (896, 1024)
+    assert len(probes) <= 13
 
 
 def test_few_layers_stand_for_all_kinds_of_layers():
@@ -95,9 +114,9 @@ class Formula:
             raise ValueError("more elements than a kernel counts")
         whole = rows * length * self._each
         counts = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= self._tiles]
-        needs = [self._fixed + whole * (self._rest + (1 - self._rest) / n) for n in counts]
+        deep = 1 if config.num_layers == 4 else self._deep
+        needs = [deep * (self._fixed + whole * (self._rest + (1 - self._rest) / n)) for n in counts]
         needed = next((need for need in needs if need <= 10**9), needs[-1])
-        needed *= 1 if config.num_layers == 4 else self._deep
         return SimpleNamespace(
             device_bytes=needed,
             fits_device=needed <= 10**9,
@@ -134,6 +153,21 @@ def test_nothing_is_searched_where_the_state_alone_fills_the_host(tmp_path, what
     planner: Any = Full(random.Random(0))
     planner.host_limit = 10**9 + 10**8 - 1
     assert largest_size(planner, what, "wide", variants(tmp_path)["wide"]) is None
+
+
+@pytest.mark.parametrize("what", ["batch", "context"])
+def test_one_plan_tells_that_no_size_fits_a_host_that_the_state_nearly_fills(tmp_path, what):
+    config, planned = variants(tmp_path)["wide"], []
+
+    class Nearly(Formula):
+        def plan(self, config, rows, length, least=False):
+            planned.append((config, rows, length, least))
+            return SimpleNamespace(fits_device=True, fits_host=False)
+
+    planner: Any = Nearly(random.Random(0))
+    planner.host_limit = round(1.2e9 * config.num_layers / 4)
+    assert largest_size(planner, what, "wide", config) is None
+    assert planned == [(config, 1, 512 if what == "batch" else 1024, False)]
 
 
 @pytest.mark.exhaustive

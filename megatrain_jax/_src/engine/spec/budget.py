@@ -142,7 +142,7 @@ def fit_to_machine(
         return whole
     if (left := device_bytes - least_device_bytes(whole)) >= 0:
         return _faster_in_parts(whole, lambda spec: fitted(spec, left), device_bytes)
-    while (finer := _finer(finer)) is not None:
+    while (finer := _finer(before := finer)) is not None:
         if _room(finer, device_bytes) > 0:  # otherwise compiling its functions is useless
             finer = fitted(finer)
             if least_device_bytes(finer) <= device_bytes:
@@ -152,8 +152,20 @@ def fit_to_machine(
         saved = least_device_bytes(whole) - least_device_bytes(smallest)
         if smallest.num_parts == 2 and left + _MOST_SAVED * saved < 0:
             break
+        if _has_enough_groups(before, finer):
+            break
     # Parts that don't fit either would only pass more activations to each other.
     return dataclasses.replace(whole, smallest=smallest)
+
+
+def _has_enough_groups(before: RunSpec, finer: RunSpec) -> bool:
+    """Whether more groups of experts than those of `before` only take more memory.
+
+    Twice as many groups save half of what groups saved before, and pass on twice as many values.
+    """
+    are_fitted = before.temporary_bytes is not None and finer.temporary_bytes is not None
+    needs_less = least_device_bytes(finer) < least_device_bytes(before)
+    return before.num_groups > 1 and are_fitted and not needs_less
 
 
 def _faster_in_parts(

@@ -31,6 +31,8 @@ _BYTES = 36
 _POWER, _LEAST_SHARE, _LEAST_EXCESS = 2, 0.4, 1.1
 # Minimum step of the search, as a number of places, before the first doubling.
 _STRIDE = 0.25
+# If the state takes more than this fraction of the host, activations and gradients may not fit.
+_NEARLY_FULL = 0.7
 # A large model's host bytes per parameter may be this factor smaller than a small model's.
 _SLACK = 1.02
 # Later layers may be this factor smaller than the first ones.
@@ -89,7 +91,8 @@ def largest_size(
         found = _largest_model(planner, rows, length)
         return found and Size(what=what, model=found[0], rows=rows, length=length, plan=found[1])
     assert name is not None and config is not None
-    if _state_fills_host(planner, config):
+    filled = _part_of_host(planner, config)
+    if filled > 1:
         return None
 
     def shape(n: int) -> tuple[int, int]:
@@ -98,7 +101,7 @@ def largest_size(
     width = config.num_heads * config.head_dim
     tokens = planner.settings.num_gpus * (planner.machine.usable_bytes or 0) / (_BYTES * width)
     first = tokens / math.prod(shape(1))
-    best = _largest_of(planner, config, shape, first)
+    best = _largest_of(planner, config, shape, first, may_not_fit=filled > _NEARLY_FULL)
     if best is None:
         return None
     of_rows, of_length = shape(best[0])
@@ -106,8 +109,14 @@ def largest_size(
 
 
 def _largest_of(
-    planner: Planner, config: DecoderConfig, shape: Callable[[int], tuple[int, int]], first: float
+    planner: Planner,
+    config: DecoderConfig,
+    shape: Callable[[int], tuple[int, int]],
+    first: float,
+    *,
+    may_not_fit: bool,
 ) -> tuple[int, Plan] | None:
+    """The largest number whose shape fits, with its plan; see `largest_size`."""
     few = with_few_layers(config)
 
     def planned(config: DecoderConfig, n: int, *, least: bool) -> Plan | None:
@@ -116,17 +125,25 @@ def _largest_of(
         except ValueError:  # for example, too many elements for a kernel
             return None
 
+    @functools.cache
+    def whole(n: int) -> Plan | None:
+        return planned(config, n, least=False)
+
+    # A few layers say nothing about the whole model's host memory, and no batch changes its state.
+    if may_not_fit and not _fits(whole(1)):
+        return None
+
     def share(n: int) -> float:
         if (plan := planned(few, n, least=True)) is None:
             return math.inf
         room = plan.hardware and plan.hardware.usable_bytes
         return plan.device_bytes / room if room else float(not plan.fits_device) * math.inf
 
-    return confirmed(lambda n: planned(config, n, least=False), largest(share, first))
+    return confirmed(whole, largest(share, first))
 
 
-def _state_fills_host(planner: Planner, config: DecoderConfig) -> bool:
-    """Whether a model's state alone exceeds the host's memory, so that no batch fits."""
+def _part_of_host(planner: Planner, config: DecoderConfig) -> float:
+    """The fraction of the host's memory that a model's state takes; above 1, no batch fits."""
     few = with_few_layers(config)
     try:
         # The whole model takes seconds to plan; a few layers tell whether it may be too large. Each
@@ -134,9 +151,9 @@ def _state_fills_host(planner: Planner, config: DecoderConfig) -> bool:
         small = planner.smallest(few)
         host = _most_state_bytes(small)
         most = small.host_bytes * config.num_layers / few.num_layers
-        return most > host and planner.smallest(config).host_bytes > host
+        return (planner.smallest(config).host_bytes if most > host else most) / host
     except ValueError:  # an error that the search meets as well
-        return False
+        return 0.0
 
 
 def _most_state_bytes(plan: Plan) -> float:
@@ -172,9 +189,12 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
         # Schedules adapt to the host's memory: its fraction in use says nothing about the limit.
         return 1.5 if planned(size).fits_host is False else 0.5
 
-    place = largest(share, sizes[-1], sizes) if sizes else None
-    found = confirmed(planned, place, sizes)
-    return found and (by_size[found[0]], found[1])
+    if not sizes or (place := largest(share, sizes[-1], sizes)) is None:
+        return None
+    # One by one, because a larger model may need less of the device.
+    smaller = (size for size in reversed(sizes[: place + 1]) if fits(planned(size)))
+    size = next(smaller, None)
+    return None if size is None else (by_size[size], planned(size))
 
 
 def _least_state_bytes(few: Plan, num_parameters: int) -> float:
@@ -182,6 +202,11 @@ def _least_state_bytes(few: Plan, num_parameters: int) -> float:
     layers = [row for row in few.groups if row.name.startswith("layers.")]
     each = min(row.host_bytes / row.num_parameters for row in layers)
     return few.host_bytes + (num_parameters - few.num_parameters) * each
+
+
+def _fits(plan: Plan | None) -> bool:
+    """Whether a plan fits; None is a plan that was refused."""
+    return plan is not None and fits(plan)
 
 
 def fits(plan: Plan) -> bool:
@@ -255,7 +280,7 @@ def largest(
     low, high = (-1, 0.0), (len(numbers), math.inf)
     place, stride = _place_of(first, numbers), _STRIDE
     while True:
-        takes = share(numbers[place])
+        takes, before = share(numbers[place]), high[0] - low[0]
         low, high = ((place, takes), high) if takes <= 1 else (low, (place, takes))
         if high[0] - low[0] == 1:
             return None if low[0] < 0 else low[0]
@@ -267,6 +292,9 @@ def largest(
             place = min(max(place, low[0] + int(stride)), high[0] - 1)
         elif low[0] < 0:
             place = max(min(place, high[0] - int(stride)), 0)
+        # Where functions are tiled or blocks cut, all that fit take nearly everything.
+        elif 2 * (high[0] - low[0]) > before:
+            place = (low[0] + high[0]) // 2
 
 
 def _place_of(number: float, numbers: Sequence[int]) -> int:
@@ -290,23 +318,22 @@ def _guess(low: tuple[int, float], high: tuple[int, float], numbers: Sequence[in
     return fits + (numbers[high[0]] - fits) * (1 - low[1]) / (high[1] - low[1])
 
 
-def confirmed(
-    planned: Callable[[int], Plan | None], place: int | None, numbers: Sequence[int] | None = None
-) -> tuple[int, Plan] | None:
-    """The largest number with a plan that fits, up to the number at `place`; None if none fits.
+def confirmed(planned: Callable[[int], Plan | None], place: int | None) -> tuple[int, Plan] | None:
+    """The largest round number with a plan that fits, and its plan; None if none fits.
 
     Args:
         planned: The plan of a number; None if it is refused.
-        place: Place of the largest candidate, which may be too large; None if there is none.
-        numbers: See `largest`.
+        place: Place of the largest candidate, which may be too large, because the whole model takes
+            more than a few layers, mostly of the host; None if there is none.
     """
-    numbers = numbers or _NUMBERS
-    # Downwards, because the whole model takes more than a few layers, mostly of the host.
-    for at in range(-1 if place is None else place, -1, -1):
-        plan = planned(numbers[at])
-        if plan is not None and fits(plan):
-            return numbers[at], plan
-    return None
+    if place is None:
+        return None
+    known = functools.cache(planned)
+    numbers = _NUMBERS[: place + 1]
+    # Fractions near 1 make the search go down in small steps first: most often the next one fits.
+    found = largest(lambda n: 0.99 if _fits(known(n)) else 1.01, numbers[-1], numbers)
+    plan = None if found is None else known(numbers[found])
+    return None if found is None or plan is None else (numbers[found], plan)
 
 
 # Far beyond any batch, and any context in units of `_TOKENS`.

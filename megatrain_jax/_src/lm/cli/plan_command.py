@@ -165,7 +165,12 @@ def advice(plan: mt.Plan, settings: PlanSettings, fits_with: Callable[[PlanSetti
         return fits_with(_changed(settings, options))
 
     text = f"not enough {' and '.join(lacking)}."
-    chosen = _chosen(list(_options(settings, *lacking)), settings, is_enough)
+    every = list(_options(settings, *lacking))
+    try:
+        chosen = _chosen(every, settings, is_enough)
+    except ValueError:  # some models can't have adapters
+        others = [one for one in every if "lora_rank" not in one.changes]
+        chosen = _chosen(others, settings, is_enough)
     if not chosen:
         larger = {"host memory": _larger_host(plan), "GPU memory": "a --gpu with more memory"}
         needed = " and ".join(larger[memory] for memory in lacking)
