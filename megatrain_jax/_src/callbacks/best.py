@@ -80,8 +80,7 @@ class _Best:
     def __init__(self, metric: Any, mode: Any, min_delta: Any):
         if not isinstance(metric, str):
             raise TypeError(checks.refused("metric", "the name of a metric", metric))
-        if mode not in ("auto", "min", "max"):
-            raise ValueError(checks.refused("mode", '"auto", "min" or "max"', mode))
+        checks.word("mode", mode, ("auto", "min", "max"))
         mode = _mode_of(metric) if mode == "auto" else mode
         self.metric, self._sign = metric, -1.0 if mode == "max" else 1.0
         self._delta = checks.number("min_delta", min_delta, least=0)

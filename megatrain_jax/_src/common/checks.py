@@ -9,7 +9,7 @@ import math
 import operator
 import os
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from os import PathLike
 from typing import Any
 
@@ -171,6 +171,26 @@ def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, _BOOLEANS):
         raise TypeError(refused(name, "True or False", value))
     return bool(value)
+
+
+def word(name: str, value: Any, known: Iterable[str], other: str = "") -> str:
+    """Returns one of some words.
+
+    Args:
+        name: The argument.
+        value: The value given.
+        known: The words.
+        other: Further values that the argument accepts, for the message.
+
+    Raises:
+        TypeError: If it is not a string.
+        ValueError: If it is another string.
+    """
+    if isinstance(value, str) and value in known:
+        return value
+    *most, last = (f'"{one}"' for one in known)
+    allowed = f"{', '.join(most)} or {last}{other}"
+    raise (ValueError if isinstance(value, str) else TypeError)(refused(name, allowed, value))
 
 
 def ascending(name: str, value: Any) -> tuple[int, ...]:

@@ -162,8 +162,7 @@ class Samples(Callback):
         self._seed = checks.integer("seed", seed, least=0, most=2**32 - 1)
         self._every = None if every is None else checks.integer("every", every)
         self._show = checks.boolean("show", show)
-        if params not in ("trained", "ema"):
-            raise ValueError(checks.refused("params", '"trained" or "ema"', params))
+        checks.word("params", params, ("trained", "ema"))
         self._params: Literal["trained", "ema"] = params
         self._stop, self._has_stop = _stop(stop, tokenizer), stop is not None
         self._for_decoders = logits is None

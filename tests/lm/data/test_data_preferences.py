@@ -209,7 +209,7 @@ def test_a_faulty_pair_is_named_with_its_row(fault: str):
 
 
 def test_options_that_pairs_dont_have_are_named():
-    with refuses(ValueError, "`too_long`", "'error'", "'drop'"):
+    with refuses(ValueError, "`too_long`", '"error"', '"drop"'):
         load([{"prompt": "a", "chosen": "b", "rejected": "c"}], too_long="cut")
     with refuses(data.DataError, "`data.preferences`"):
         row = [{"prompt": "a", "chosen": "b", "rejected": "c"}]

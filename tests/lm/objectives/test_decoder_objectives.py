@@ -157,7 +157,7 @@ def test_the_baseline_of_labelled_answers_is_that_of_a_microbatch():
 def test_mistakes_are_named():
     wrong: Any = "model"
     model, batch = models.Decoder(SIZES, rngs=nnx.Rngs(0)), two_pairs_in_four_rows()
-    with refuses(ValueError, "`reference`", "'model'", "'adapters'", "'stored'"):
+    with refuses(ValueError, "`reference`", "'model'", '"adapters"', '"stored"'):
         objectives.ipo(reference=wrong)(model, batch)
     with refuses(ValueError, "`model`", "no adapters", "models.lora", "`reference`", "stored"):
         objectives.dpo()(model, batch)

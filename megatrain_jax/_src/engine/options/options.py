@@ -216,7 +216,7 @@ class Options:
         if self.eval_loss_fn is not None:
             check_loss(self.eval_loss_fn, "eval_loss_fn")
         _check_waves(self.waves, self.microbatches)
-        _check_on_nonfinite(self.on_nonfinite)
+        checks.word("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
         check_products(self.dtypes, self.machine)
         check_mesh_given(self.mesh)
         checks.boolean("state_per_process", self.state_per_process)
@@ -595,10 +595,7 @@ def _trainable(value: Any) -> Any:
 
 def check_which(value: Any, name: str = "params") -> None:
     """Checks an argument that says which parameters to read: those trained, or their averages."""
-    if not isinstance(value, str):
-        raise TypeError(refused(name, '"trained" or "ema"', value))
-    if value not in get_args(WhichParams):
-        raise ValueError(refused(name, '"trained" or "ema"', value))
+    checks.word(name, value, get_args(WhichParams))
 
 
 def _decay(value: Any) -> EmaDecay:
@@ -673,14 +670,6 @@ def _check_waves(waves: int | None, microbatches: Microbatches) -> None:
             f"`waves`={waves} does not divide `microbatches`={microbatches}: each wave has equally "
             "many microbatches"
         )
-
-
-def _check_on_nonfinite(value: Any) -> None:
-    allowed = get_args(OnNonfinite)
-    if not isinstance(value, str):
-        raise TypeError(refused("on_nonfinite", '"raise" or "skip"', value))
-    if value not in allowed:
-        raise ValueError(refused("on_nonfinite", '"raise" or "skip"', value))
 
 
 def _callbacks(value: Any) -> tuple[Callable[..., None], ...]:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from megatrain_jax._src.common.checks import refused
+from megatrain_jax._src.common.checks import refused, word
 from megatrain_jax._src.common.other_libraries import DTYPES
 from megatrain_jax._src.engine.options.precision_values import FLOAT8_HINT, FLOAT8_NAMES, canonical
 from megatrain_jax._src.engine.state.hardware import Hardware
@@ -94,11 +94,7 @@ class Precision:
         # Pairs in place of mappings keep the record hashable, and the order of the patterns.
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        allowed = get_args(Rounding)
-        if not isinstance(self.rounding, str):
-            raise TypeError(refused("Precision.rounding", " or ".join(allowed), self.rounding))
-        if self.rounding not in allowed:
-            raise ValueError(f"Precision(rounding={self.rounding!r}) must be one of {allowed}.")
+        word("Precision.rounding", self.rounding, get_args(Rounding))
         forms = self.master if isinstance(self.master, tuple) else (("*", self.master),)
         if self.rounding == "nearest" and any(form == jnp.dtype("int8") for _, form in forms):
             raise ValueError(

@@ -89,7 +89,7 @@ def _checked(given: Mapping[str, Any], too_long: Any = WhenTooLong) -> DatasetOp
     }
     for name, known in words.items():
         if name in given:
-            _check_word(name, given[name], get_args(known))
+            checks.word(name, given[name], get_args(known))
     kinds = (
         ("chat_template", str, "a Jinja template or the name of one, as a str"),
         ("template_variables", Mapping, "a mapping of names to values"),
@@ -101,11 +101,6 @@ def _checked(given: Mapping[str, Any], too_long: Any = WhenTooLong) -> DatasetOp
         if not isinstance(value, kind | None) or not is_named:
             raise TypeError(checks.refused(name, allowed, value))
     return options
-
-
-def _check_word(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(checks.refused(name, f"one of {known}", value))
 
 
 def _dataset(
@@ -718,7 +713,7 @@ def prompts(
         >>> prompts([{"prompt": "2 + 2 =", "answer": "4"}])
         [{'prompt': '2 + 2 =', 'answer': '4'}]
     """
-    _check_word("invalid", invalid, get_args(Invalid))
+    checks.word("invalid", invalid, get_args(Invalid))
     parts = resolve(source, texts=False, columns=columns)
     report = Report(is_strict=invalid == "error")
     found = [row for _, row in documents.read_rows(parts, _with_prompt, report)]

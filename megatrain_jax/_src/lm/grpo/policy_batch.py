@@ -91,9 +91,7 @@ class GrpoOptions:
         if self.epsilon_high is not None:
             checks.number("epsilon_high", self.epsilon_high, least=0)
         for name, kinds in (("loss_type", LossType), ("scale_rewards", ScaleRewards)):
-            if getattr(self, name) not in get_args(kinds):
-                allowed = f"one of {get_args(kinds)}"
-                raise ValueError(checks.refused(name, allowed, getattr(self, name)))
+            checks.word(name, getattr(self, name), get_args(kinds))
         for weight in () if self.reward_weights is None else self.reward_weights:
             checks.number("reward_weights", weight)
         for name in ("use_bias_correction_kl", "mask_truncated_completions", "shuffle"):

@@ -222,11 +222,8 @@ class DecoderOptions:
                 checks.boolean(field.name, value)
             elif field.type is float:
                 checks.number(field.name, value, least=0)
-        if self.norm not in ("rms", "layer"):
-            raise ValueError(checks.refused("norm", '"rms" or "layer"', self.norm))
-        if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
-            allowed = f"one of {', '.join(ACTIVATIONS)}"
-            raise ValueError(checks.refused("activation", allowed, self.activation))
+        checks.word("norm", self.norm, ("rms", "layer"))
+        checks.word("activation", self.activation, ACTIVATIONS)
         if not isinstance(self.windows, tuple):
             raise TypeError(checks.refused("windows", "a tuple of integers and None", self.windows))
         for window in self.windows:

@@ -249,8 +249,8 @@ def save_pretrained(
             this function or `save_lora` has not written.
         FileNotFoundError: If there is no folder `source`.
     """
-    if dtype is not None and (not isinstance(dtype, str) or dtype not in CODES):
-        raise ValueError(checks.refused("dtype", f"None or one of {', '.join(CODES)}", dtype))
+    if dtype is not None:
+        checks.word("dtype", dtype, CODES, ", or None")
     max_shard_bytes = checks.integer("max_shard_bytes", max_shard_bytes)
     check_chat_template(chat_template)
     folder = new_folder(folder, overwrite=overwrite)
@@ -343,8 +343,7 @@ def decoder_of(
     if not isinstance(trainer, Trainer):
         hint = "pass the result's `.trainer`" if hasattr(trainer, "trainer") else ""
         raise TypeError(checks.refused("trainer", "a Trainer or a models.Decoder", trainer, hint))
-    if params not in ("trained", "ema"):
-        raise ValueError(checks.refused("params", '"trained" or "ema"', params))
+    checks.word("params", params, ("trained", "ema"))
     model = policy_of(trainer.unread_model(params))
     if not isinstance(model, Decoder):
         raise TypeError(f"`trainer` trains a {type(model).__qualname__}, not a models.Decoder")

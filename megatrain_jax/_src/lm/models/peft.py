@@ -461,8 +461,7 @@ def save_lora(
         FileExistsError: If `folder` is not empty; with `overwrite`, if it contains anything that
             this function or `save_pretrained` has not written.
     """
-    if not isinstance(dtype, str) or dtype not in CODES:
-        raise ValueError(checks.refused("dtype", f"one of {', '.join(CODES)}", dtype))
+    checks.word("dtype", dtype, CODES)
     check_chat_template(chat_template)
     folder = new_folder(folder, overwrite=overwrite)
     if source is not None:

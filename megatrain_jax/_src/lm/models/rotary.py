@@ -34,9 +34,6 @@ class Rotation(NamedTuple):
     query_scale: Float[Array, "rows length"] | None
 
 
-_KINDS = get_args(RopeKind)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rope:
     """A rotary embedding: how positions rotate queries and keys.
@@ -87,8 +84,7 @@ class Rope:
 
     def __post_init__(self):
         """Checks each number, and that the kind's parameters are given."""
-        if self.kind not in _KINDS:
-            raise ValueError(checks.refused("kind", f"one of {', '.join(_KINDS)}", self.kind))
+        checks.word("kind", self.kind, get_args(RopeKind))
         checks.integer("dim", self.dim)
         checks.number("query_growth", self.query_growth, least=0)
         for field in fields(self):
@@ -231,8 +227,6 @@ def _frequencies(rope: Rope, positions: Positions) -> Float[Array | np.ndarray, 
             stretch = rope.factor * length / rope.max_length - (rope.factor - 1)
             base = rope.base * stretch ** (rope.dim / (rope.dim - 2))
             return 1.0 / base**exponents
-        case _:
-            raise ValueError(f"`kind` of a Rope can't be {rope.kind!r}")
 
 
 def _llama3(rope: Rope, plain: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, " pairs"]:

@@ -258,8 +258,7 @@ def answer_log_probabilities(model: models.Decoder, batch: Batch) -> Float[Array
 
 def _reference(kind: Reference, model: models.Decoder, batch: Batch) -> Array:
     """The log-probability of each answer under the reference."""
-    if kind not in get_args(Reference):
-        raise ValueError(checks.refused("reference", f"one of {get_args(Reference)}", kind))
+    checks.word("reference", kind, get_args(Reference))
     if kind == "stored":
         check_arguments(model, batch, ("reference",))
         return batch["reference"]

@@ -171,8 +171,7 @@ def policy_mean(
     count: Shaped[ArrayLike, ""] | None,
 ) -> Float[Array, ""]:
     """The mean of tokens' losses; see `grpo` for arguments and errors."""
-    if loss_type not in get_args(LossType):
-        raise ValueError(checks.refused("loss_type", f"one of {get_args(LossType)}", loss_type))
+    checks.word("loss_type", loss_type, get_args(LossType))
     if loss_type in ("bnpo", "dapo"):
         return mean(values, mask, count, "logs")
     weights = (
@@ -222,9 +221,7 @@ def group_advantages(
         [0.5, -0.5, 0.0, 0.0]
     """
     size = checks.integer("num_generations", num_generations, least=2)
-    if scale_rewards not in get_args(ScaleRewards):
-        allowed = f"one of {get_args(ScaleRewards)}"
-        raise ValueError(checks.refused("scale_rewards", allowed, scale_rewards))
+    checks.word("scale_rewards", scale_rewards, get_args(ScaleRewards))
     flat = np.asarray(rewards, np.float64)
     if flat.ndim != 1 or len(flat) % size or not len(flat):
         raise ValueError(
