@@ -214,3 +214,19 @@ def test_options_that_pairs_dont_have_are_named():
     with refuses(data.DataError, "`data.preferences`"):
         row = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
         data.chat(row, tokenizer(), length=8, batch_size=1, progress=False)
+
+
+def test_each_pair_has_its_own_margin():
+    chosen = {"cat": 1.5, "rain": None, "sat": "-2"}
+    rows = [{"prompt": "the", "chosen": c, "rejected": "x", "margin": m} for c, m in chosen.items()]
+    dataset, read = load(rows, margins=True), {}
+    for batch in dataset:
+        for (row, pair), margin in np.ndenumerate(batch["margins"]):
+            if batch["pairs"][row, pair]:
+                tokens = batch["tokens"][row][batch["segments"][row] == 2 * pair + 1]
+                read[tokenizer().decode(tokens)] = float(margin)
+    said = {c: read[text] for c in chosen for text in read if c in text}
+    assert said == {"cat": 1.5, "rain": 0.0, "sat": -2.0} and len(read) == 3
+    for wrong in ("wide", float("nan"), True, []):
+        with refuses(data.DataError, "`margin`", repr(wrong)):
+            load([{**rows[0], "margin": wrong}], margins=True)
