@@ -19,7 +19,9 @@ from megatrain_jax._src.engine.kernels.bound_stage import in_tiles
 from megatrain_jax._src.engine.kernels.kernel import Kernel
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.report import plan_table
+from megatrain_jax._src.engine.schedule.transient_host_bytes import TransientHostBytes
 from megatrain_jax._src.engine.spec import microbatches, wave_search
+from megatrain_jax._src.engine.spec.host import state_bytes
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.wave_search import lowest
@@ -159,6 +161,49 @@ def test_the_lowest_value_is_found_from_any_guess(best, first):
     assert lowest(numbers, first, value, lambda number: number / best) == best
     assert set(asked) <= every
     assert 2 * best not in asked or first != best + 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "host_gib", "chosen"),
+    [
+        ((10.0, 9.4), (100, 100), 4),
+        ((10.0, 9.6), (100, 81), 1),
+        ((10.0, 9.6), (100, 79), 4),
+        ((10.0, 10.0), (100, 79), 4),
+        ((10.0, 10.1), (100, 20), 1),
+        ((10.0, 9.6), (24, 20), 1),  # nearly all of it is state
+        ((math.inf, 12.0), (300, 200), 4),
+    ],
+)
+def test_several_waves_are_taken_if_they_save_time_or_host_memory_at_no_cost(
+    monkeypatch, seconds, host_gib, chosen
+):
+    """By a table of one wave and of four, the only others that fit; 20 GiB are state."""
+    gib = 2**30
+    model, _ = adapt(build_mlp, mlp_loss, BATCHES[64], 0)
+    run = Options(hardware=MACHINE, microbatches=4)
+    spec = make_run_spec(model, mlp_loss, CLIPPED, BATCHES[64], run)
+    rows = zip(seconds, host_gib, strict=True)
+    table: dict[int, tuple[float, int]] = dict(zip((1, 4), rows, strict=True))
+
+    def fit(run: RunSpec) -> RunSpec:
+        first = run.first
+        time, host = table.get(first.waves, (math.inf, 0))
+        waiting = TransientHostBytes(
+            gradients=0, activations=host * gib - state_bytes(first), residuals=0
+        )
+        schedule = dataclasses.replace(first.schedule, seconds=time, transient=waiting)
+        first = dataclasses.replace(first, schedule=schedule)
+        return dataclasses.replace(
+            run, first=first, temporary_bytes=0, fits_host=not math.isinf(time)
+        )
+
+    monkeypatch.setattr(wave_search, "fits_machine", lambda run, _: run.fits_host)
+    monkeypatch.setattr(wave_search, "state_bytes", lambda _: 20 * gib)
+    monkeypatch.setattr(wave_search, "least_seconds", lambda *_: 9.55)
+    monkeypatch.setattr(wave_search, "least_in_waves", lambda *_: 0.0)
+    monkeypatch.setattr(wave_search, "_balanced", lambda _: 4.0)
+    assert wave_search.fit_in_waves(spec, fit, 2**40, math.inf).first.waves == chosen
 
 
 @pytest.mark.exhaustive

@@ -27,11 +27,14 @@ from megatrain_jax._src.engine.schedule.schedule import BudgetError
 from megatrain_jax._src.engine.schedule.workload import Workload
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
 from megatrain_jax._src.engine.spec.budget import WORTH, fits_machine
+from megatrain_jax._src.engine.spec.host import peak_bytes, state_bytes
 from megatrain_jax._src.engine.spec.rescheduled import in_waves
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 
 # A step with fewer tokens than so many balanced waves waits for the link in any case.
 _FEWEST = 2
+# Fraction of the host memory of a step in one wave that several waves must save if not time.
+_LESS_HOST = 0.2
 
 
 def fit_in_waves(
@@ -39,7 +42,8 @@ def fit_in_waves(
 ) -> RunSpec:
     """The run fitted to its machine in the number of waves with the fastest step.
 
-    It has one wave, unless several save more than the clock's uncertainty or one doesn't fit.
+    It has one wave, unless several save more time than the clock's uncertainty, or host memory in
+    no more time (see `are_worth`), or one doesn't fit.
 
     Args:
         spec: The run, in any number of waves.
@@ -82,14 +86,33 @@ def fit_in_waves(
     # more than the clock estimates. Often the bound tells that one wave takes too long.
     may_be_one = is_one or bound(1) * (1 - WORTH) <= least
     if may_be_one and not math.isinf(one := seconds(1)):
-        if is_one or one * (1 - WORTH) <= least:
+        saves_time = one * (1 - WORTH) > least
+        saves_host = _may_save_host(fitted(1).first) and min(map(bound, several)) <= one
+        if is_one or not (saves_time or saves_host):
             return fitted(1)
     best = lowest(several, balanced, seconds, bound)
     if math.isinf(seconds(best)):
         return fitted(1)
-    worth = seconds(best) / (1 - WORTH)
-    is_best = worth < bound(1) or worth < seconds(1)
-    return fitted(best if is_best else 1)
+    is_best = seconds(best) < (1 - WORTH) * bound(1) or math.isinf(seconds(1))
+    return fitted(best if is_best or are_worth(fitted(best).first, fitted(1).first) else 1)
+
+
+def are_worth(several: BoundStep, one: BoundStep) -> bool:
+    """Whether several waves are better than one: they save time, or host memory at no cost in time.
+
+    Args:
+        several: A fitted step in several waves.
+        one: The same step in one wave.
+    """
+    if several.schedule.seconds < (1 - WORTH) * one.schedule.seconds:
+        return True
+    least, most = peak_bytes(several), (1 - _LESS_HOST) * peak_bytes(one)
+    return several.schedule.seconds <= one.schedule.seconds and least <= most
+
+
+def _may_save_host(one: BoundStep) -> bool:
+    """Whether a step without activations, residuals and gradients in the host takes less of it."""
+    return state_bytes(one) <= (1 - _LESS_HOST) * peak_bytes(one)
 
 
 def least_in_waves(step: BoundStep, waves: int, room: float, host_room: float) -> float:
