@@ -10,10 +10,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from megatrain_jax import losses
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.data.batches import pack, spread
-from megatrain_jax._src.lm.models.decoder import Decoder, WithReference, policy_of
+from megatrain_jax._src.lm.models.decoder import Decoder, WithReference, policy_of, token_log_probs
 from megatrain_jax._src.lm.models.generation.decoding import check_restriction
 from megatrain_jax._src.lm.models.generation.generate import Completion
 from megatrain_jax._src.lm.models.lora import without_lora
@@ -251,11 +250,11 @@ def grpo_loss(options: GrpoOptions) -> Loss:
         assert isinstance(policy, Decoder)
         weights, reference = batch["weights"], None
         mask, count = weights != 0, batch["tokens_per_row"].sum()
-        logs = _logs(policy, batch, options.temperature)
+        logs = token_log_probs(policy, batch, options.temperature)
         if options.beta:
             before = model.reference if isinstance(model, WithReference) else without_lora(model)
             assert isinstance(before, Decoder)
-            reference = jax.lax.stop_gradient(_logs(before, batch, options.temperature))
+            reference = jax.lax.stop_gradient(token_log_probs(before, batch, options.temperature))
         terms = policy_tokens(
             logs,
             batch["old_logs"],
@@ -284,15 +283,3 @@ def grpo_loss(options: GrpoOptions) -> Loss:
         return total(weights * terms.losses) / len(weights), metrics
 
     return loss_fn
-
-
-def _logs(model: Decoder, batch: Batch, temperature: float) -> Array:
-    """The log-probability (rows, length) of each position's label, at a temperature."""
-    hidden, _ = model.hidden(batch["tokens"], batch["positions"], batch["segments"])
-    return losses.log_probabilities(
-        hidden,
-        model.head_weight(),
-        batch["labels"],
-        softcap=model.config.final_softcap,
-        temperature=temperature,
-    )

@@ -449,6 +449,17 @@ def next_token_loss(
     return loss, {"weight": count}
 
 
+def token_log_probs(
+    model: Decoder, batch: Mapping[str, Any], temperature: float = 1.0
+) -> Float[Array, "rows length"]:
+    """The log-probability of each position's label, at a temperature."""
+    hidden, _ = model.hidden(batch["tokens"], batch["positions"], batch["segments"])
+    cap, head = model.config.final_softcap, model.head_weight()
+    return losses.log_probabilities(
+        hidden, head, batch["labels"], softcap=cap, temperature=temperature
+    )
+
+
 def check_arguments(
     model: Decoder, batch: Mapping[str, Any], names: tuple[str, ...], *, scores: bool = False
 ) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from megatrain_jax import losses, models
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.lm.models.decoder import check_arguments
+from megatrain_jax._src.lm.models.decoder import check_arguments, token_log_probs
 
 Batch = Mapping[str, Any]
 Metrics = dict[str, Float[Array, ""]]
@@ -109,7 +109,7 @@ def orpo(*, beta: float = 0.1) -> Objective:
 
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, Metrics]:
         check_arguments(model, batch, (*_PAIRED, "chosen_tokens_per_row"))
-        logs, segments = _token_log_probs(model, batch), batch["segments"]
+        logs, segments = token_log_probs(model, batch), batch["segments"]
         ours, sizes = _answer_sums(logs * batch["mask"], batch), _answer_sizes(batch)
         # The last token of a conversation has no label.
         follows = jnp.pad(segments[:, 1:] == segments[:, :-1], ((0, 0), (0, 1)))
@@ -253,7 +253,7 @@ def answer_log_probabilities(model: models.Decoder, batch: Batch) -> Float[Array
         ValueError: If `batch` lacks a column, or the model has a score head.
     """
     check_arguments(model, batch, _PAIRED)
-    return _answer_sums(_token_log_probs(model, batch) * batch["mask"], batch)
+    return _answer_sums(token_log_probs(model, batch) * batch["mask"], batch)
 
 
 def _reference(kind: Reference, model: models.Decoder, batch: Batch) -> Array:
@@ -269,14 +269,6 @@ def _reference(kind: Reference, model: models.Decoder, batch: Batch) -> Array:
         raise ValueError(f"{error}, {hint}") from error
     assert isinstance(before, models.Decoder)
     return answer_log_probabilities(before, batch)
-
-
-def _token_log_probs(model: models.Decoder, batch: Batch) -> Array:
-    """The log-probability of each position's label."""
-    hidden, _ = model.hidden(batch["tokens"], batch["positions"], batch["segments"])
-    return losses.log_probabilities(
-        hidden, model.head_weight(), batch["labels"], softcap=model.config.final_softcap
-    )
 
 
 def _answer_sums(values: Array, batch: Batch) -> Array:
