@@ -479,7 +479,7 @@ def test_a_limit_of_pools_holds_for_each_process_of_a_host(hardware, num_here, m
     monkeypatch.setenv(pool.LIMIT_VARIABLE, "3")
     run, _, _ = start.on_this_machine(Options(hardware=hardware))
     assert run.machine is not None
-    assert pool_limit.limit_bytes(run.machine.host_bytes) == num_here * 3 * GIB
+    assert pool_limit.limit_bytes(run.machine.host_bytes, num_here) == num_here * 3 * GIB
 
 
 @pytest.mark.parametrize(("given", "found"), [(2000 * GIB, 2000 * GIB), (None, 900 * GIB)])

@@ -293,8 +293,9 @@ def agreed_host_budget(options: Options, placement: Placement) -> int | None:
     Returns:
         Bytes, the same in all processes; None if unknown.
     """
-    processes = placement.processes
-    least = _least(options.host_bytes, pool.available_process_bytes(processes.num_here))
+    processes, num_devices = placement.processes, len(placement.local_devices)
+    free = pool.available_process_bytes(processes.num_here, num_devices)
+    least = _least(options.host_bytes, free)
     return _least(*processes.gather("asking for available host memory", least))
 
 
@@ -344,7 +345,8 @@ def check_host(spec: RunSpec, num_processes: int, processes_per_host: int) -> No
     most, peak = process.usable_bytes, peak_bytes(spec.first) // num_processes
     needed, computing, beside = process.needed(peak), 0, ""
     if spec.base_bytes is not None:
-        most = _least(most, pool.available_process_bytes(processes_per_host))
+        free = pool.available_process_bytes(processes_per_host, process.num_devices)
+        most = _least(most, free)
         computing = process.computing_bytes
         beside = f", {sized(computing)} for computation, which a CPU does there, too"
     if most is None or needed <= most:

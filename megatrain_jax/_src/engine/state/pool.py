@@ -370,7 +370,7 @@ def reserve(
 
     if least_bytes is not None:
         growth = growth_for(num_bytes)
-        fits = number * (growth + _beside(growth)) <= available_bytes()
+        fits = number * (growth + _beside(growth, len(devices))) <= available_bytes()
         grows = any(pools[d].likely_bytes for d in devices) and growth > growth_for(least_bytes)
         if not all(placement.processes.gather("asking for gaps", fits and not grows)):
             num_bytes = least_bytes
@@ -382,7 +382,8 @@ def reserve(
     rooms = {d: _allocation(share, array_bytes, pools[d], in_use[d]) for d in wanting}
     growth = sum(more for _, more in rooms.values())
     # Every process checks before any takes memory, and the needs of one host's processes add up.
-    _check(number * num_bytes, number * growth, share, number * _beside(growth))
+    beside = number * _beside(growth, len(devices))
+    _check(number * num_bytes, number * growth, share, beside)
     placement.processes.gather("taking host memory")
     shown(0, growth)
     # JAX reports no progress, so the pages of this process are counted.
@@ -408,9 +409,9 @@ def reserve(
         _pools[device] = _Pool(proven_bytes=in_use[device] + share, likely_bytes=likely)
 
 
-def _beside(growth: int) -> int:
+def _beside(growth: int, num_devices: int) -> int:
     """Bytes of JAX's free lists and the driver's records, which grow with the pools' pages."""
-    return growth // POOL_BYTES_PER_LIST_BYTE + driver_bytes(growth)
+    return growth // POOL_BYTES_PER_LIST_BYTE + driver_bytes(growth, num_devices)
 
 
 def _allocation(
@@ -457,7 +458,7 @@ def pool_bytes(
 ) -> int:
     """Returns the pinned memory of all fresh pools that `reserve` makes; see `process_bytes`."""
     share = -(-num_bytes // num_devices)
-    _, growth = _fresh(share, array_bytes, limit_bytes(total, list_bytes))
+    _, growth = _fresh(share, array_bytes, limit_bytes(total, num_devices, list_bytes))
     return num_devices * growth
 
 
@@ -477,9 +478,9 @@ def most_process_bytes(
         list_bytes: See `beside_bytes`.
         unpinned_bytes: Bytes of the process for batches and communication.
     """
-    pools = num_devices * limit_bytes(total, list_bytes)
+    pools = num_devices * limit_bytes(total, num_devices, list_bytes)
     with_full_pools = pools + beside_bytes(pools, list_bytes) + unpinned_bytes
-    return min(process_budget(total) // num_processes, with_full_pools)
+    return min(process_budget(total, num_devices) // num_processes, with_full_pools)
 
 
 def usable_bytes(
@@ -508,18 +509,19 @@ def usable_bytes(
     return min((limit for limit in (budget, share) if limit is not None), default=None)
 
 
-def available_process_bytes(num_processes: int = 1) -> int | None:
+def available_process_bytes(num_processes: int = 1, num_devices: int = 1) -> int | None:
     """Returns the total host memory that this process may take, given the available memory.
 
     Args:
         num_processes: Number of processes on this machine that are about to take equal amounts.
+        num_devices: Number of this process's devices.
     """
     total = total_bytes()
     if total is None:
         return None
     # The process can reuse its own memory, such as the pool of an earlier run.
     free = num_processes * resident_bytes() + available_bytes()
-    return process_budget_now(total, free) // num_processes
+    return process_budget_now(total, free, num_devices) // num_processes
 
 
 def _fresh(num_bytes: int, array_bytes: int, limit: int) -> tuple[list[int], int]:

@@ -33,8 +33,11 @@ POOL_BYTES_PER_LIST_BYTE = 32
 # Measured in processes of one and two H100s or H200s with CUDA's memory pool: 1.9 GiB beside pools
 # of 8 GiB, lists included, 2.1 at 16, 2.2 at 24, 3.0 at 60, 5.1 at 115, 8.6 at 218 and 9.0 at 234.
 _LEAST_BESIDE, _FIXED_BESIDE = 15 * _GIB // 8, 3 * _GIB // 2
-# Memory of the driver, outside of the process.
+# Memory of the driver, outside of the process. It grows with the GPUs that the process sees, since
+# each one maps all pinned pages: measured on a host of four H200s (`VmallocUsed` of /proc/meminfo)
+# 1.18% of the pools with one GPU, 1.57 with two and 2.36 with four, with small and huge pages.
 _POOL_BYTES_PER_DRIVER_BYTE = 80
+_POOL_BYTES_PER_BYTE_OF_FURTHER_GPU = 256
 # Memory that processes leave to the system. The system and the driver's fixed part take about
 # 1.5 GiB of it, 3/8; the rest is a safety margin. A small machine leaves a share of its memory.
 _SYSTEM, _SYSTEM_SHARE = 4 * _GIB, 4
@@ -47,7 +50,8 @@ def set_limit() -> None:
     """
     if (total := total_bytes()) is not None:
         lists = allocator.bytes_taken_at_once() // POOL_BYTES_PER_LIST_BYTE
-        os.environ.setdefault(LIMIT_VARIABLE, str(limit_bytes(total, lists) // _GIB))
+        num_devices = max(1, len(allocator.gpu_memories()))
+        os.environ.setdefault(LIMIT_VARIABLE, str(limit_bytes(total, num_devices, lists) // _GIB))
 
 
 def limit_in_force() -> int:
@@ -56,11 +60,12 @@ def limit_in_force() -> int:
     return int(given) * _GIB if given.isdecimal() else sys.maxsize
 
 
-def limit_bytes(total: int | None, list_bytes: int = 0) -> int:
+def limit_bytes(total: int | None, num_devices: int = 1, list_bytes: int = 0) -> int:
     """Returns the limit that `set_limit` chooses.
 
     Args:
         total: The machine's memory in bytes; None if unknown.
+        num_devices: Number of the process's devices.
         list_bytes: See `beside_bytes`.
 
     Returns:
@@ -68,35 +73,39 @@ def limit_bytes(total: int | None, list_bytes: int = 0) -> int:
     """
     if total is None:
         return sys.maxsize
-    return max(1, _pools_of(total, list_bytes) // _GIB) * _GIB
+    return max(1, _pools_of(total, num_devices, list_bytes) // _GIB) * _GIB
 
 
-def process_budget(total: int) -> int:
+def process_budget(total: int, num_devices: int = 1) -> int:
     """Returns the total bytes of a machine's memory that processes can take.
 
-    Solves ``pools + beside + pools / 80 + system = total`` for the process, ``pools + beside``.
+    Solves ``pools + beside + driver + system = total`` for the process, ``pools + beside``.
+
+    Args:
+        total: The machine's memory in bytes.
+        num_devices: Number of devices of each process.
     """
-    return _beside_driver(total - min(_SYSTEM, total // _SYSTEM_SHARE))
+    return _beside_driver(total - min(_SYSTEM, total // _SYSTEM_SHARE), num_devices)
 
 
-def process_budget_now(total: int, free: int) -> int:
+def process_budget_now(total: int, free: int, num_devices: int = 1) -> int:
     """Returns the total bytes that processes can take while unrelated programs run.
 
     Args:
         total: The machine's memory in bytes.
         free: Bytes that are available, or that these processes have taken already. The system's own
             memory is not among them.
+        num_devices: Number of devices of each process.
     """
     kept = min(5 * _SYSTEM // 8, free // _SYSTEM_SHARE)
-    return min(process_budget(total), _beside_driver(free - kept))
+    return min(process_budget(total, num_devices), _beside_driver(free - kept, num_devices))
 
 
-def _beside_driver(left: int) -> int:
+def _beside_driver(left: int, num_devices: int) -> int:
     """The part of `left` that processes can take; the driver takes the rest for their pools."""
-    pools = (left - _FIXED_BESIDE) / (
-        1 + 1 / POOL_BYTES_PER_LIST_BYTE + 1 / _POOL_BYTES_PER_DRIVER_BYTE
-    )
-    return left - driver_bytes(max(0, int(pools)))
+    driver = driver_bytes(_GIB, num_devices) / _GIB
+    pools = (left - _FIXED_BESIDE) / (1 + 1 / POOL_BYTES_PER_LIST_BYTE + driver)
+    return left - driver_bytes(max(0, int(pools)), num_devices)
 
 
 def pools_within(budget: int) -> int:
@@ -105,9 +114,15 @@ def pools_within(budget: int) -> int:
     return max(0, min(by_lists, budget - _LEAST_BESIDE))
 
 
-def driver_bytes(pools: int) -> int:
-    """Returns the bytes that the driver takes outside of the process for these pools."""
-    return pools // _POOL_BYTES_PER_DRIVER_BYTE
+def driver_bytes(pools: int, num_devices: int = 1) -> int:
+    """Returns the bytes that the driver takes outside of a process for its pools.
+
+    Args:
+        pools: Bytes of all pools of the process.
+        num_devices: Number of GPUs that the process sees.
+    """
+    further = (num_devices - 1) * pools // _POOL_BYTES_PER_BYTE_OF_FURTHER_GPU
+    return pools // _POOL_BYTES_PER_DRIVER_BYTE + further
 
 
 def machine_bytes(total: int | None, num_devices: int, list_bytes: int = 0) -> int | None:
@@ -118,19 +133,19 @@ def machine_bytes(total: int | None, num_devices: int, list_bytes: int = 0) -> i
         num_devices: Number of the process's devices, each with a pool.
         list_bytes: See `beside_bytes`.
     """
-    if total is None or limit_in_force() >= limit_bytes(total, list_bytes):
+    if total is None or limit_in_force() >= limit_bytes(total, num_devices, list_bytes):
         return total
     more = num_devices * limit_in_force() + _GIB
     # The largest machine whose limit would be these pools, since limits are whole GiB.
     mib = bisect.bisect_left(
-        range(total >> 20), more, key=lambda mib: _pools_of(mib << 20, list_bytes)
+        range(total >> 20), more, key=lambda mib: _pools_of(mib << 20, num_devices, list_bytes)
     )
     return min(total, mib - 1 << 20)
 
 
-def _pools_of(total: int, list_bytes: int) -> int:
+def _pools_of(total: int, num_devices: int, list_bytes: int) -> int:
     """The bytes of pools that a machine with `total` bytes of memory has room for."""
-    return pools_within(process_budget(total) - list_bytes)
+    return pools_within(process_budget(total, num_devices) - list_bytes)
 
 
 def beside_bytes(pools: int, list_bytes: int = 0) -> int:
