@@ -258,7 +258,7 @@ def _excess(spec: RunSpec) -> str:
     count = num_groups(spec.leaves)
     parts += "" if count == 1 else f" and experts in {count} groups"
     in_block = bool(groups) and spec.leaves[spec.grouping.leaves[groups[0]][0]].block is not None
-    together = indivisible_arrays(spec.cut, spec.layouts) if in_block else ""
+    together = indivisible_arrays(spec, spec.layouts) if in_block else ""
     return (
         f"at least {sized(least_device_bytes(spec))}{parts}, most in the {operations} of "
         f"{names[groups[0]] if groups else 'a stage without parameters'}"

@@ -14,17 +14,18 @@ from collections.abc import Sequence
 
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.spec.cut_run import Cut
+from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.state.layout import GroupLayout
 
 # Arrays with a smaller fraction of a part's elements are not named.
 _LARGE = 0.1
 
 
-def indivisible_arrays(cut: Cut, layouts: Sequence[GroupLayout]) -> str:
+def indivisible_arrays(cut: Cut | RunSpec, layouts: Sequence[GroupLayout]) -> str:
     """A clause on the largest part of a block, if it can't be cut; otherwise "".
 
     Args:
-        cut: The loss and the optimizer, with blocks in parts.
+        cut: The loss and the optimizer, with blocks in parts, or a run with them.
         layouts: Layout of each group.
     """
     rows = enumerate(cut.grouping.leaves)

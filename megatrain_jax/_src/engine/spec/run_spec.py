@@ -99,17 +99,6 @@ class RunSpec:
     smallest: "RunSpec | None" = None
     finer: "Callable[[], RunSpec | None] | None" = dataclasses.field(default=None, compare=False)
 
-    @property
-    def cut(self) -> Cut:
-        """The loss and the optimizer, cut by the same groups."""
-        return Cut(
-            leaves=self.leaves,
-            program=self.first.program,
-            grouping=self.grouping,
-            optimizer=self.optimizer,
-            has_smaller_parts=self.has_smaller_parts,
-        )
-
     @functools.cached_property
     def averaged_layouts(self) -> tuple[GroupLayout, ...]:
         """The layout of each group with its averages as masters; frozen groups have no others."""
