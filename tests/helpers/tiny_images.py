@@ -1,5 +1,6 @@
 """Small random models with a vision part, and batches of text and images for them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import transformers
 from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.processing_utils import ProcessorMixin
 
 from family_options import LINEAR, MOE, SHARED, SWA
 
@@ -133,16 +136,23 @@ def checkpoint(folder: Path, kind: str = "gemma3", **changes: Any) -> tuple[Any,
     return model, folder
 
 
-def make_processor() -> Any:
+# The tokens of an image, its placeholder first, and what a template writes for it.
+_OF_IMAGE = {
+    "gemma": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+    "qwen": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"),
+}
+
+
+def make_processor(kind: str = "gemma3") -> Any:
     """Returns a processor with a tokenizer of words, and Gemma's template."""
     names = ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "\n", "\n\n", " "]
     names += ["user", "model", "which", "digit", "is", "this", "and", "<unk>"]
     names += [str(number) for number in range(IMAGE - len(names))]
-    special = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
-    tokens = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names + special)}, "<unk>"))
+    special = _OF_IMAGE["gemma" if kind == "gemma3" else "qwen"]
+    tokens = Tokenizer(models.WordLevel({n: i for i, n in enumerate([*names, *special])}, "<unk>"))
     pieces = Regex(r"\n\n|\n| |[^\s]+")
     tokens.pre_tokenizer = pre_tokenizers.Split(pieces, "isolated")
-    tokens.add_special_tokens([AddedToken(n, special=True) for n in names[:5] + special])
+    tokens.add_special_tokens([AddedToken(n, special=True) for n in [*names[:5], *special]])
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokens,
         bos_token="<bos>",
@@ -150,13 +160,38 @@ def make_processor() -> Any:
         pad_token="<pad>",
         unk_token="<unk>",
         extra_special_tokens=dict(
-            zip(("image_token", "boi_token", "eoi_token"), special, strict=True)
+            zip(("image_token", "boi_token", "eoi_token"), special, strict=False)
         ),
     )
-    images = Gemma3ImageProcessorPil(size={"height": SIZE, "width": SIZE})
-    processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=VECTORS)
-    processor.chat_template = tokenizer.chat_template = TEMPLATE
+    if kind == "gemma3":
+        images = Gemma3ImageProcessorPil(size={"height": SIZE, "width": SIZE})
+        processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=VECTORS)
+        processor.chat_template = tokenizer.chat_template = TEMPLATE
+        return processor
+    size = {"shortest_edge": 64, "longest_edge": 640}
+    images = Qwen2VLImageProcessorPil(size=size, patch_size=4)
+    family = "Qwen2_5_VL" if kind == "qwen2.5-vl" else "Qwen3VL"
+    with pytest.MonkeyPatch.context() as patch:
+        # The processor of videos needs Torchvision, and nothing here calls it.
+        patch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *_: type(None))
+        processor = getattr(transformers, f"{family}Processor")(images, tokenizer, None)
+    written = "".join((special[1], special[0], special[2]))
+    processor.chat_template = tokenizer.chat_template = TEMPLATE.replace(
+        "<start_of_image>", written
+    )
     return processor
+
+
+def save_processor(processor: Any, folder: Path) -> None:
+    """Writes the files of a processor, in the format of released checkpoints."""
+    if isinstance(processor, transformers.Gemma3Processor):
+        processor.save_pretrained(folder)
+        return
+    processor.tokenizer.save_pretrained(folder)
+    processor.image_processor.save_pretrained(folder)
+    path = folder / "preprocessor_config.json"
+    values = json.loads(path.read_text()) | {"processor_class": type(processor).__name__}
+    path.write_text(json.dumps(values))
 
 
 def picture(seed: int, height: int = 20, width: int = 30) -> Image.Image:

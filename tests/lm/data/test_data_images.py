@@ -14,7 +14,7 @@ from messages import refuses, tells
 
 pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
-from tiny_images import IMAGE, TEMPLATE, VECTORS, make_processor, picture
+from tiny_images import IMAGE, TEMPLATE, VECTORS, make_processor, picture, save_processor
 
 LENGTH = 64
 
@@ -51,8 +51,10 @@ def made(rows: Any, processor: Any, **options: Any) -> data.Dataset:
     return data.image_chat(rows, processor, **{**given, **options})
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2.5-vl", "qwen3-vl"])
 @pytest.mark.parametrize("row", ROWS, ids=["one", "two", "none", "three"])
-def test_tokens_and_pixels_are_those_of_transformers(row, processor):
+def test_tokens_and_pixels_are_those_of_transformers(row, kind):
+    processor = make_processor(kind)
     (batch,) = made([row], processor)
     expected = processor.apply_chat_template(
         row["messages"], tokenize=True, return_dict=True, return_tensors="np"
@@ -63,9 +65,11 @@ def test_tokens_and_pixels_are_those_of_transformers(row, processor):
     learned = batch["labels"][batch["mask"]]
     answer = row["messages"][1]["content"][0]["text"]
     assert processor.tokenizer.decode(learned).split() == [answer, "<end_of_turn>"]
-    count = len(expected.get("pixel_values", ()))
+    count, least = len(expected.get("pixel_values", ())), 1 if kind == "gemma3" else 4
     assert (batch["pixel_values"][0, :count] == expected.get("pixel_values", 0)).all()
-    assert batch["pixel_values"].shape[1] == max(1, count)
+    assert batch["pixel_values"].shape[1] == max(least, count)
+    grids = expected.get("image_grid_thw", [[0, 0, 0]])
+    assert kind == "gemma3" or (batch["image_grid_thw"] == grids).all()
 
 
 def test_placeholders_are_never_labels(processor):
@@ -226,6 +230,52 @@ def test_images_follow_their_documents(processor):
             assert at == (tokens == IMAGE).sum() // VECTORS
             assert not pixels[at:].any()
     assert len(counts) == 1
+
+
+def test_images_of_any_size_follow_their_documents(tmp_path):
+    processor = make_processor("qwen3-vl")
+    sizes = [(8, 40), (16, 16), (20, 30), (50, 9)]
+    rows = []
+    for n in range(16):
+        for k in range(n % 4):
+            picture(n, *sizes[(n + k) % 4]).save(tmp_path / f"{n}-{k}.png")
+        files = [str(tmp_path / f"{n}-{k}.png") for k in range(n % 4)]
+        rows.append(conversation([*own(*files), "which digit"], str(n)))
+    save_processor(processor, tmp_path)
+    dataset = made(rows, tmp_path, shuffle=True, epochs=3, batch_size=2)
+    shapes, packed = set(), 0
+    for batch in dataset:
+        shapes.add((batch["pixel_values"].shape[1:], batch["image_grid_thw"].shape[1:]))
+        names = ("segments", "pixel_values", "image_grid_thw", "labels", "mask")
+        for segments, pixels, grids, labels, mask in zip(*map(batch.get, names), strict=True):
+            given = []
+            for number in range(1, segments.max() + 1):
+                answer = labels[mask & (segments == number)]
+                n = int(processor.tokenizer.decode(answer[:1]))
+                given += [picture(n, *sizes[(n + k) % 4]) for k in range(n % 4)]
+            packed += segments.max() > 1
+            expected = processor.image_processor(given, return_tensors="np") if given else {}
+            for name, array in (("pixel_values", pixels), ("image_grid_thw", grids)):
+                count = len(expected.get(name, ()))
+                assert (array[:count] == expected.get(name, 0)).all()
+                assert not array[count:].any()
+    assert len(shapes) == 1 and packed
+
+
+def test_an_image_of_another_size_than_before_is_named(tmp_path):
+    picture(0).save(tmp_path / "a.png")
+    rows = [conversation([*own(tmp_path / "a.png"), "a"])]
+    dataset = made(rows, make_processor("qwen3-vl"))
+    picture(0, 40, 40).save(tmp_path / "a.png")
+    with refuses(ValueError, "row 1", 9, 8):
+        next(iter(dataset))
+
+
+def test_an_image_that_the_processor_refuses_is_named():
+    rows = [conversation([*own(picture(0, 1, 201)), "a"]), ROWS[0]]
+    with refuses(data.DataError, "row 1", "201 × 1", "image"):
+        made(rows, make_processor("qwen3-vl"))
+    assert made(rows, make_processor("qwen3-vl"), invalid="drop").num_documents == 1
 
 
 def test_any_document_of_a_length_has_room_for_its_images(processor):
@@ -412,7 +462,7 @@ def test_a_picture_that_becomes_a_pipe_is_refused(processor, tmp_path):
 
 
 def test_what_is_not_supported_is_refused(processor, tmp_path):
-    with refuses(data.DataError, "`data.image_chat`", "Gemma 3"):
+    with refuses(data.DataError, "`data.image_chat`", "images"):
         data.chat([ROWS[0]], processor.tokenizer, length=LENGTH, batch_size=1, progress=False)
     with refuses(TypeError, "`processor`", "folder"):
         made(ROWS, processor.tokenizer)

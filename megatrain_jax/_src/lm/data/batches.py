@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float32, Int32, Int64
+from jaxtyping import Int32, Int64
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.data.corpus import Corpus
+from megatrain_jax._src.lm.data.image_files import ImageRoom
 
 Batch = dict[str, np.ndarray]
 
@@ -245,8 +246,8 @@ def own_rows(batch_size: int) -> slice:
     return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
 
 
-def most_images(corpus: Corpus, chosen: Int32[np.ndarray, " n"], packing: Packing) -> int:
-    """Returns the maximum number of images in a row, in all epochs; 0 if documents have none.
+def room_for_images(corpus: Corpus, chosen: Int32[np.ndarray, " n"], packing: Packing) -> ImageRoom:
+    """Returns the maximum of images in a row, in all epochs; 0 if documents have none.
 
     Every epoch assigns units of the same length to a place of a row, so a place counts with the
     maximum number of images among units of its length.
@@ -257,38 +258,19 @@ def most_images(corpus: Corpus, chosen: Int32[np.ndarray, " n"], packing: Packin
         packing: Packing of their lengths.
     """
     if corpus.processor is None:
-        return 0
+        return ImageRoom(0, 0)
     lengths = corpus.unit_lengths[chosen]
-    counts = np.array([len(corpus.images[n]) for n in corpus.unit_documents[chosen]])
-    most = np.zeros(lengths.max() + 1, np.int64)
-    np.maximum.at(most, lengths, counts)
-    places = most[np.sort(lengths)[::-1]][packing.ranks]
-    # Batches without any image have the array, too.
-    return max(1, int(np.add.reduceat(places, packing.offsets[:-1]).max()))
+    images = [corpus.images[n] for n in corpus.unit_documents[chosen]]
+    vectors = [sum(image.vectors for image in some) for some in images]
 
+    def room(counts: Sequence[int]) -> int:
+        most = np.zeros(lengths.max() + 1, np.int64)
+        np.maximum.at(most, lengths, counts)
+        places = most[np.sort(lengths)[::-1]][packing.ranks]
+        # Batches without any image have the arrays, too.
+        return max(1, int(np.add.reduceat(places, packing.offsets[:-1]).max()))
 
-def pixels_of(
-    corpus: Corpus, rows: list[np.ndarray], count: int
-) -> Float32[np.ndarray, "rows images channels height width"]:
-    """Opens the images of some rows.
-
-    Args:
-        corpus: The documents.
-        rows: The units of each row.
-        count: Number of images of each row in the result, with zeros behind its own.
-
-    Raises:
-        ValueError: If an image can't be read.
-    """
-    processor = corpus.processor
-    assert processor is not None
-    result = np.zeros((len(rows), count, *processor.shape), np.float32)
-    for row, units in enumerate(rows):
-        documents = corpus.unit_documents[units]
-        images = [image.open() for number in documents for image in corpus.images[number]]
-        if images:
-            result[row, : len(images)] = processor.pixels(images)
-    return result
+    return ImageRoom(room([len(some) for some in images]), room(vectors))
 
 
 # The minimum and maximum of each option; larger values would fit no machine.
@@ -343,7 +325,7 @@ class Rows:
     Attributes:
         corpus: The tokens.
         most_units: The maximum number of units in a row.
-        most_images: The maximum number of images in a row, whatever order is drawn.
+        room: The maximum of images in a row, whatever order is drawn.
     """
 
     def __init__(
@@ -363,7 +345,7 @@ class Rows:
         """
         self.corpus = corpus
         self.most_units = int(np.diff(packing.offsets).max())
-        self.most_images = most_images(corpus, chosen, packing)
+        self.room = room_for_images(corpus, chosen, packing)
         self._chosen = chosen
         self._packing = packing
         self._options = options
@@ -431,7 +413,7 @@ class Batches:
         # Units are numbered across all corpora, so a unit's number identifies its corpus.
         self._first = np.cumsum([0, *(len(part.corpus.unit_starts) for part in parts)])
         self._num_pairs = max(part.most_units for part in parts)
-        self._num_images = max(part.most_images for part in parts)
+        self._room = ImageRoom(*map(max, zip(*(part.room for part in parts), strict=True)))
         self.num_rows = self._count()
 
     def __len__(self) -> int:
@@ -468,7 +450,10 @@ class Batches:
                 continue
             arrays = batch(part.corpus, own, self._length, self._num_pairs)
             if part.corpus.processor is not None:
-                arrays["pixel_values"] = pixels_of(part.corpus, own, self._num_images)
+                corpus = part.corpus
+                documents = [corpus.unit_documents[units] for units in own]
+                images = [[image for n in some for image in corpus.images[n]] for some in documents]
+                arrays |= part.corpus.processor.arrays(images, self._room)
             for name, array in arrays.items():
                 # Allocated for the first corpus that has rows; all corpora have the same kinds of
                 # arrays.

@@ -51,8 +51,8 @@ class Dataset:
     label, and `desirable_per_row` the batch's number of desirable answers divided by its rows, in
     place of the counts of chosen conversations.
 
-    For `image_chat`, `pixel_values`, float32 (batch_size, images, channels, height, width), has the
-    images of each row.
+    For `image_chat`, `pixel_values` has the images of each row, and `image_grid_thw` their sizes if
+    these vary.
 
     A batch takes rows in order, even the last of one epoch and the first of the next. If the very
     last batch has too few rows, their documents are spread over the full number of rows.

@@ -3,21 +3,23 @@
 import hashlib
 import importlib
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from megatrain_jax._src.common.outside import check_regular
+from megatrain_jax._src.lm.common.hf_folder import PROCESSOR_FILES, read_json
 from megatrain_jax._src.lm.common.hub import TOKENIZER_FILES, folder_or_download
 from megatrain_jax._src.lm.data.report import InvalidRow
 
-_PROCESSORS = ("Gemma3Processor",)
 _UNREADABLE = "an image that can't be read"
 # Pictures that Pillow decodes itself: it would start Ghostscript for EPS, for example.
 _FORMATS = frozenset("AVIF BMP GIF JPEG JPEG2000 MPO PNG PPM TIFF WEBP".split())
@@ -31,11 +33,13 @@ class ImageReference:
         source: Path of a file, the bytes of one, or a PIL image.
         digest: A hash of the file's path and size, of the bytes, or of the pixels.
         origin: Origin of the row, for errors.
+        vectors: The number of its vectors.
     """
 
     source: Path | bytes | Image.Image
     digest: bytes
     origin: str
+    vectors: int
 
     def open(self) -> Image.Image:
         """Decodes the image.
@@ -75,19 +79,22 @@ class ImageReference:
         return len(given) if isinstance(given, bytes) else 3 * given.width * given.height
 
 
-def to_reference(given: Any, folder: Path, origin: str, *, whole: bool) -> ImageReference:
+def to_reference(
+    given: Any, folder: Path, origin: str, processor: "ImageProcessor", *, whole: bool
+) -> ImageReference:
     """Returns a reference to a row's image.
 
     Args:
         given: A path, bytes, a PIL image, or a mapping with `bytes` or `path`, as `datasets` has.
         folder: The folder where relative paths begin.
         origin: Origin of the row.
+        processor: Tells the number of its vectors.
         whole: Whether the image is decoded to find damage; if not, only its header is read.
 
     Raises:
-        InvalidRow: If it is none of these, or no image.
+        InvalidRow: If it is none of these, or no image, or the processor refuses its size.
     """
-    reference = _referred(given, folder, origin)
+    reference = _referred(given, folder, origin, processor)
     if whole:
         try:
             reference.open()
@@ -96,7 +103,7 @@ def to_reference(given: Any, folder: Path, origin: str, *, whole: bool) -> Image
     return reference
 
 
-def _referred(given: Any, folder: Path, origin: str) -> ImageReference:
+def _referred(given: Any, folder: Path, origin: str, processor: "ImageProcessor") -> ImageReference:
     if isinstance(given, Mapping):
         given = next((given[name] for name in ("bytes", "path") if given.get(name)), given)
     if isinstance(given, str) and given.startswith(("http://", "https://", "data:")):
@@ -109,19 +116,34 @@ def _referred(given: Any, folder: Path, origin: str) -> ImageReference:
             raise InvalidRow(_UNREADABLE, str(error)) from error
         # With a different palette, equal pixels are different colours.
         form = f"{given.mode} {given.size} {given.getpalette()} {given.info.get('transparency')}"
-        return ImageReference(source=given, digest=_hash(form.encode() + pixels), origin=origin)
+        return ImageReference(
+            source=given,
+            digest=_hash(form.encode() + pixels),
+            origin=origin,
+            vectors=_vectors(given.size, processor),
+        )
     if not isinstance(given, str | PathLike | bytes):
         kinds = "a path, bytes or a PIL image"
         raise InvalidRow("an image of an unknown kind", f"{type(given).__name__} is not {kinds}")
     source = given if isinstance(given, bytes) else folder / Path(given).expanduser()
     try:
-        with _opened(source):
-            pass
+        with _opened(source) as image:
+            sides = image.size
         size = 0 if isinstance(source, bytes) else source.stat().st_size
     except Exception as error:  # see `open`
         raise InvalidRow(_UNREADABLE, str(error)) from error
     known = source if isinstance(source, bytes) else f"{source} {size}".encode()
-    return ImageReference(source=source, digest=_hash(known), origin=origin)
+    vectors = _vectors(sides, processor)
+    return ImageReference(source=source, digest=_hash(known), origin=origin, vectors=vectors)
+
+
+def _vectors(size: tuple[int, int], processor: "ImageProcessor") -> int:
+    width, height = size
+    try:
+        return processor.vectors(height, width)
+    except ValueError as error:
+        why = f"{width} × {height} pixels: {error}"
+        raise InvalidRow("an image of a size that the processor refuses", why) from error
 
 
 def _opened(source: Path | bytes) -> Image.Image:
@@ -166,67 +188,213 @@ def _hash(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-class ImageProcessor:
+class ImageRoom(NamedTuple):
+    """The maximum of images in a row of a dataset.
+
+    Attributes:
+        images: Number of images.
+        vectors: Number of their vectors.
+    """
+
+    images: int
+    vectors: int
+
+
+class ImageProcessor(ABC):
     """A processor of Transformers: its tokenizer, the tokens of an image, and its pixels.
 
     Attributes:
         tokenizer: The tokenizer.
         chat_template: The chat template; None if there is none.
         begin: The token that a chat template writes for an image.
-        expanded: The tokens of an image as text, in place of `begin`.
         tokens: Ids of the image tokens, which are never labels.
     """
 
-    def __init__(self, given: Any):
-        """Takes a processor, or loads one from a folder.
+    begin: str
+
+    def __init__(self, processor: Any, names: Sequence[str]):
+        """Takes a processor, and the names of the image tokens."""
+        self._images = processor.image_processor
+        self.tokenizer = processor.tokenizer
+        self.chat_template: str | None = processor.chat_template
+        self.tokens = frozenset(self.tokenizer.convert_tokens_to_ids(list(names)))
+
+    @abstractmethod
+    def vectors(self, height: int, width: int) -> int:
+        """Returns the number of vectors of an image of this size, in pixels.
 
         Raises:
-            FileNotFoundError: If there is no such folder, and it can't be downloaded.
-            TypeError: If it is no processor.
-            ValueError: If it can't be loaded, or is of a kind that isn't supported.
+            ValueError: If the processor refuses this size.
         """
-        processor = _loaded(given) if isinstance(given, str | PathLike) else given
-        kind = type(processor).__name__
-        if kind not in _PROCESSORS:
-            if not hasattr(processor, "image_processor"):
-                raise TypeError(
-                    f"`processor` must be the folder of a checkpoint with a processor of images, "
-                    f"or such a processor, but is a {kind}"
-                )
-            raise ValueError(f"`processor` is a {kind}; supported is {' or '.join(_PROCESSORS)}")
+
+    @abstractmethod
+    def expanded(self, vectors: int) -> str:
+        """Returns the tokens of an image as text, in place of `begin`."""
+
+    @abstractmethod
+    def arrays(
+        self, rows: Sequence[Sequence[ImageReference]], room: ImageRoom
+    ) -> dict[str, np.ndarray]:
+        """Opens the images of some rows of a batch.
+
+        Args:
+            rows: The images of each row.
+            room: Number of places of each row; those behind its images are filled with zeros.
+
+        Returns:
+            The arrays of a batch that hold images.
+
+        Raises:
+            ValueError: If an image can't be read.
+        """
+
+    def _processed(self, images: Sequence[Image.Image]) -> Any:
+        # As the whole processor passes it: released preprocessor files don't set this option.
+        return self._images(images=list(images), do_convert_rgb=True, return_tensors="np")
+
+
+class _OneSize(ImageProcessor):
+    """Images resized to one size, each with the same number of vectors."""
+
+    def __init__(self, processor: Any):
+        """Takes the processor of Gemma 3.
+
+        Raises:
+            ValueError: If it divides images into crops.
+        """
         if getattr(processor.image_processor, "do_pan_and_scan", None):
             raise ValueError(
                 "`processor` divides images into crops (`do_pan_and_scan`), which isn't supported: "
                 "set it to false in preprocessor_config.json"
             )
-        self._processor = processor
-        self.tokenizer = tokenizer = processor.tokenizer
-        self.chat_template: str | None = processor.chat_template
-        self.begin: str = processor.boi_token
-        self.expanded: str = processor.full_image_sequence
+        tokenizer = processor.tokenizer
         names = (tokenizer.boi_token, tokenizer.image_token, tokenizer.eoi_token)
-        self.tokens = frozenset(tokenizer.convert_tokens_to_ids(list(names)))
-        self.shape = self.pixels([Image.new("RGB", (32, 32))]).shape[1:]
+        super().__init__(processor, names)
+        self.begin = processor.boi_token
+        self._sequence: str = processor.full_image_sequence
+        self._count = self._sequence.count(tokenizer.image_token)
+        self._shape = self._pixels([Image.new("RGB", (32, 32))]).shape[1:]
 
-    def pixels(
+    def vectors(self, height: int, width: int) -> int:
+        """Returns the number of vectors of an image."""
+        return self._count
+
+    def expanded(self, vectors: int) -> str:
+        """Returns the tokens of an image as text."""
+        return self._sequence
+
+    def arrays(
+        self, rows: Sequence[Sequence[ImageReference]], room: ImageRoom
+    ) -> dict[str, np.ndarray]:
+        """Opens images: `pixel_values`, (rows, images, channels, height, width)."""
+        result = np.zeros((len(rows), room.images, *self._shape), np.float32)
+        for row, images in zip(result, rows, strict=True):
+            if images:
+                row[: len(images)] = self._pixels([image.open() for image in images])
+        return {"pixel_values": result}
+
+    def _pixels(
         self, images: Sequence[Image.Image]
     ) -> Float32[np.ndarray, "n channels height width"]:
-        """Returns the pixel values of images, converted to RGB, resized and normalised."""
-        # As the whole processor passes it: released preprocessor files don't set this option.
-        options = {"do_convert_rgb": True, "return_tensors": "np"}
-        found = self._processor.image_processor(images=list(images), **options)
-        return np.asarray(found["pixel_values"], np.float32)
+        return np.asarray(self._processed(images)["pixel_values"], np.float32)
 
 
-def _loaded(given: str | PathLike[str]) -> Any:
+class _AnySize(ImageProcessor):
+    """Images of any size as patches, of which squares become a vector each."""
+
+    def __init__(self, processor: Any):
+        """Takes a processor of Qwen's models, or its parts."""
+        tokenizer = processor.tokenizer
+        self.begin = getattr(tokenizer, "image_token", None) or "<|image_pad|>"
+        around = [n for n in ("<|vision_start|>", "<|vision_end|>") if n in tokenizer.get_vocab()]
+        super().__init__(processor, [self.begin, *around])
+        self._each = self._images.merge_size**2
+        patches = self._processed([Image.new("RGB", (32, 32))])["pixel_values"]
+        self._numbers = patches.shape[1]
+
+    def vectors(self, height: int, width: int) -> int:
+        """Returns the number of vectors of an image; it is the same for a turned image."""
+        return self._images.get_number_of_image_patches(height, width) // self._each
+
+    def expanded(self, vectors: int) -> str:
+        """Returns the tokens of an image as text."""
+        return self.begin * vectors
+
+    def arrays(
+        self, rows: Sequence[Sequence[ImageReference]], room: ImageRoom
+    ) -> dict[str, np.ndarray]:
+        """Opens images: `pixel_values`, (rows, patches, numbers), and `image_grid_thw`."""
+        patches = np.zeros((len(rows), room.vectors * self._each, self._numbers), np.float32)
+        grids = np.zeros((len(rows), room.images, 3), np.int32)
+        for row, images in enumerate(rows):
+            if not images:
+                continue
+            found = self._processed([image.open() for image in images])
+            sizes = np.asarray(found["image_grid_thw"])
+            for image, count in zip(images, sizes.prod(axis=1) // self._each, strict=True):
+                if count != image.vectors:
+                    raise ValueError(
+                        f"an image of {image.origin} now has {count:,} vectors instead of "
+                        f"{image.vectors:,}: don't change images while a dataset is used"
+                    )
+            patches[row, : sizes.prod(axis=1).sum()] = found["pixel_values"]
+            grids[row, : len(images)] = sizes
+        return {"pixel_values": patches, "image_grid_thw": grids}
+
+
+_KINDS: dict[str, type[_OneSize | _AnySize]] = {
+    "Gemma3Processor": _OneSize,
+    "Qwen2_5_VLProcessor": _AnySize,
+    "Qwen3VLProcessor": _AnySize,
+}
+
+
+def image_processor(given: Any) -> ImageProcessor:
+    """Takes a processor, or loads one from a folder.
+
+    Raises:
+        FileNotFoundError: If there is no such folder, and it can't be downloaded.
+        TypeError: If it is no processor.
+        ValueError: If it can't be loaded, or is of a kind that isn't supported.
+    """
+    kind, processor = type(given).__name__, given
+    if isinstance(given, str | PathLike):
+        kind, processor = _loaded(given)
+    if kind not in _KINDS:
+        if not hasattr(processor, "image_processor"):
+            raise TypeError(
+                f"`processor` must be the folder of a checkpoint with a processor of images, "
+                f"or such a processor, but is a {kind}"
+            )
+        raise ValueError(f"`processor` is a {kind}; supported are {', '.join(_KINDS)}")
+    return _KINDS[kind](processor)
+
+
+def _loaded(given: str | PathLike[str]) -> tuple[str, Any]:
+    """The kind of a processor in a folder, and the processor."""
     folder = folder_or_download("processor", given, "a processor of images", TOKENIZER_FILES)
     from megatrain_jax._src.lm.data.tokenizer import load_tokenizer  # needs Transformers
 
-    load_tokenizer(folder, "processor")
+    tokenizer = load_tokenizer(folder, "processor")
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    files = (*PROCESSOR_FILES, "tokenizer_config.json")
+    read = [read_json(folder / name) for name in files if (folder / name).is_file()]
+    kind = next((x["processor_class"] for x in read if x.get("processor_class")), None)
     try:
         # Imported only here, because it imports PyTorch if that is installed.
-        loader = importlib.import_module("transformers").AutoProcessor
-        return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        transformers = importlib.import_module("transformers")
+        if _KINDS.get(str(kind)) is not _AnySize:
+            processor = transformers.AutoProcessor.from_pretrained(str(folder), **options)
+            return type(processor).__name__, processor
+        # The whole processor also has one of videos, which needs Torchvision.
+        images = transformers.AutoImageProcessor.from_pretrained(str(folder), **options)
     except Exception as error:  # Transformers' errors for damaged files have no common type
         why = f"{type(error).__name__}: {str(error)[:500]}"
         raise ValueError(f"`processor` = {folder}: Transformers can't load it: {why}") from error
+    template = folder / "chat_template.json"
+    written = read_json(template).get("chat_template") if template.is_file() else None
+    return str(kind), SimpleNamespace(
+        image_processor=images,
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template or written,
+    )

@@ -6,22 +6,27 @@ While the turns of a row are read and checked, each image is a mark, one charact
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.data.documents import Document, noted, read_rows
-from megatrain_jax._src.lm.data.image_files import ImageProcessor, to_reference
+from megatrain_jax._src.lm.data.image_files import (
+    ImageProcessor,
+    ImageReference,
+    to_reference,
+)
 from megatrain_jax._src.lm.data.report import InvalidRow, Report, to_fault
 from megatrain_jax._src.lm.data.row_formats import Conversation, to_conversation
 from megatrain_jax._src.lm.data.sources import Parts, Source, resolve
 from megatrain_jax._src.lm.data.template import Template
 from megatrain_jax._src.lm.data.turns import CONVERSATIONS, Message, TurnRules, opened_turns
 
-# Private-use characters of Unicode: the mark of an image, and the border of two texts.
+# Private-use characters of Unicode: the mark of an image, and the border of two texts. A mark gets
+# the number of the image's vectors, up to a border, once it is known.
 _IMAGE, _BORDER = "\ue0f1", "\ue0f2"
-_MARKS = re.compile(f"({_IMAGE})|{_BORDER}")
+_MARKS = re.compile(f"{_IMAGE}([0-9]*){_BORDER}|[{_IMAGE}{_BORDER}]")
 _TURNS = (*CONVERSATIONS, "prompt", "completion", "response")
 _COLUMNS = ("images", "image")
 _SOURCES = ("image", "path", "url")
@@ -29,7 +34,9 @@ _SOURCES = ("image", "path", "url")
 Row = Mapping[str, Any]
 
 
-def image_conversations(parts: Parts, rules: TurnRules, report: Report) -> Iterator[Document]:
+def image_conversations(
+    parts: Parts, rules: TurnRules, report: Report, processor: ImageProcessor
+) -> Iterator[Document]:
     """Reads a conversation from each row, with its images; see `documents.conversations`."""
 
     def convert(row: Row) -> tuple[Conversation, list[Any]]:
@@ -41,11 +48,25 @@ def image_conversations(parts: Parts, rules: TurnRules, report: Report) -> Itera
             check_places(one, images)
             folder = Path(origin.path).parent
             whole = not report.is_strict
-            references = [to_reference(image, folder, str(origin), whole=whole) for image in images]
+            references = [
+                to_reference(image, folder, str(origin), processor, whole=whole) for image in images
+            ]
         except Exception as error:  # a row may have anything in any place
             report.leave_out(origin, to_fault(error))
             continue
+        counts = iter(references)
+        messages = [_counted(message, counts) for message in one.messages]
+        one = one._replace(messages=messages)
         yield noted(Document(origin, (one,), images=references), report)
+
+
+def _counted(message: Message, images: Iterator[ImageReference]) -> Message:
+    """A message whose marks have the numbers of vectors of the next images."""
+    start, *rest = message.get("content", "").split(_IMAGE)
+    if not rest:
+        return message
+    marked = [f"{_IMAGE}{next(images).vectors}{_BORDER}{text}" for text in rest]
+    return {**message, "content": "".join([start, *marked])}
 
 
 def replace_images(row: Row) -> tuple[Row, list[Any]]:
@@ -136,7 +157,7 @@ class ImageTemplate(Template):
     ):
         """Finds the template; see `Template`."""
         super().__init__(processor.tokenizer, chat_template or processor.chat_template, variables)
-        self._begin, self._expanded = processor.begin, processor.expanded
+        self._processor = processor
 
     def _text(
         self,
@@ -147,16 +168,22 @@ class ImageTemplate(Template):
     ) -> tuple[str, list[tuple[int, int]]]:
         parted = [_split_content(message) for message in messages]
         text, spans = super()._text(parted, tools, prompt, marks)
-        count = sum(message.get("content", "").count(_IMAGE) for message in messages)
-        if (shown := text.count(self._begin)) != count:
-            raise InvalidRow(f"{self.name} doesn't show its images", f"{shown} of {count}")
-        more = len(self._expanded) - len(self._begin)
+        contents = "".join(message.get("content", "") for message in messages)
+        images = [self._processor.expanded(int(n)) for n in _MARKS.findall(contents) if n]
+        begin = self._processor.begin
+        first, *rest = text.split(begin)
+        if len(rest) != len(images):
+            raise InvalidRow(
+                f"{self.name} doesn't show its images", f"{len(rest)} of {len(images)}"
+            )
+        longer = list(accumulate((len(image) - len(begin) for image in images), initial=0))
 
         def moved(place: int) -> int:
-            return place + more * text.count(self._begin, 0, place)
+            return place + longer[text.count(begin, 0, place)]
 
         spans = [(moved(start), moved(stop)) for start, stop in spans]
-        return text.replace(self._begin, self._expanded), spans
+        shown = zip(images, rest, strict=True)
+        return first + "".join(image + part for image, part in shown), spans
 
 
 def _listed(given: Any) -> list[Any]:
@@ -246,9 +273,9 @@ def _split_content(message: Message) -> Message:
     content = message.get("content", "")
     if _IMAGE not in content:
         return message
-    pieces = [piece for piece in _MARKS.split(content) if piece]
-    parts = [
-        {"type": "image"} if piece == _IMAGE else {"type": "text", "text": piece}
-        for piece in pieces
-    ]
+    parts: list[dict[str, str]] = []
+    # Texts and the numbers of marks in turn; None for the border of two texts.
+    for number, piece in enumerate(_MARKS.split(content)):
+        if piece:
+            parts.append({"type": "image"} if number % 2 else {"type": "text", "text": piece})
     return {**message, "content": parts}

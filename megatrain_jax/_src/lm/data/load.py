@@ -16,7 +16,7 @@ from megatrain_jax._src.lm.data import documents
 from megatrain_jax._src.lm.data.batches import DatasetOptions
 from megatrain_jax._src.lm.data.corpus import CorpusBuilder, WhenTooLong
 from megatrain_jax._src.lm.data.dataset import Dataset
-from megatrain_jax._src.lm.data.image_files import ImageProcessor
+from megatrain_jax._src.lm.data.image_files import image_processor
 from megatrain_jax._src.lm.data.image_rows import ImageTemplate, image_conversations
 from megatrain_jax._src.lm.data.report import (
     AnswerLost,
@@ -247,7 +247,7 @@ def _conversations(
     options = _checked(given, too_long)
     rules = TurnRules(given["merge"], given["leading"])
     parts = resolve(given["source"], texts=False, columns=given["columns"])
-    images = ImageProcessor(given["processor"]) if "processor" in given else None
+    images = image_processor(given["processor"]) if "processor" in given else None
     tokens = load_fast_tokenizer(given["tokenizer"] if images is None else images.tokenizer)
     variables = given["template_variables"]
     if images is None:
@@ -259,7 +259,8 @@ def _conversations(
 
     def fill(builder: CorpusBuilder, report: Report) -> None:
         builder.processor = images
-        found = _with_bar(read(parts, rules, report), given)
+        more = () if images is None else (images,)
+        found = _with_bar(read(parts, rules, report, *more), given)
         documents.add_conversations(found, template, tokens, train_on, builder, report, unlearned)
 
     return _dataset(
@@ -633,7 +634,7 @@ def image_chat(
     workers: int = 2,
     progress: bool = True,
 ) -> Dataset:
-    """Makes packed batches of conversations with images, for Gemma 3.
+    """Makes packed batches of conversations with images, for Gemma 3 and Qwen's models.
 
     Rows have the formats of `chat`. An image is a part of a user's message, ``{"type": "image",
     "image": IMAGE}``, or the row has a column `images` with a list of them, or `image`: they belong
@@ -641,9 +642,13 @@ def image_chat(
     question. IMAGE is the path of a file, the bytes of one, or a PIL image. A relative path begins
     at the folder of its data file. Rows without images may be among them.
 
-    Batches also have `pixel_values`, float32 (batch_size, images, channels, height, width): the
-    images of each row in order, and zeros behind them. `images` is the same in all batches, the
-    largest number that a row of this packing can have. Tokens of images are never labels.
+    Batches also have `pixel_values`, float32. For Gemma 3 it is (batch_size, images, channels,
+    height, width): the images of each row in order, and zeros behind them. For Qwen2.5-VL, Qwen3-VL
+    and Qwen3.5 it is (batch_size, patches, numbers): the patches of these images after each other,
+    as their processor makes them; `image_grid_thw`, int32 (batch_size, images, 3), has the number
+    of patches of each image along time, height and width. `images` and `patches` are the same in
+    all batches, the largest numbers that a row of this packing can have. Tokens of images are never
+    labels.
 
     Tokens and references to images are kept in host memory; each image is opened, resized and
     normalised for its batch. Images given as bytes or by PIL stay in memory. Pixels are those of
@@ -654,7 +659,7 @@ def image_chat(
     Args:
         source: See `chat`.
         processor: The folder of the checkpoint, its name on the Hugging Face Hub, or a
-            `Gemma3Processor` of Transformers.
+            `Gemma3Processor`, `Qwen2_5_VLProcessor` or `Qwen3VLProcessor` of Transformers.
         length: See `chat`. A conversation is never cut.
         batch_size: See `chat`.
         seed: See `chat`.
