@@ -72,6 +72,23 @@ def test_tokens_and_pixels_are_those_of_transformers(row, kind):
     assert kind == "gemma3" or (batch["image_grid_thw"] == grids).all()
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3-vl"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_answers_between_images_are_learned(marked, kind):
+    processor = make_processor(kind)
+    template, said = processor.chat_template, "{{ m.content | trim }}"
+    if marked:
+        own_part = "{% if m.role == 'assistant' %}{% generation %}"
+        own_part += f"{said}<end_of_turn>{{% endgeneration %}}{{% else %}}{said}{{% endif %}}"
+        template = template.replace(said, own_part)
+    first, second = conversation([*own(picture(0, 8, 40)), "which"], "3"), ROWS[1]
+    row = {"messages": first["messages"] + second["messages"]}
+    (batch,) = made([row], processor, chat_template=template)
+    learned = batch["labels"][batch["mask"]]
+    end = "<end_of_turn>"
+    assert processor.tokenizer.decode(learned).split() == ["3", end, "4", end]
+
+
 def test_placeholders_are_never_labels(processor):
     (batch,) = made([ROWS[1]], processor, train_on="all")
     labels = batch["labels"][0]

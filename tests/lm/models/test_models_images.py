@@ -288,23 +288,41 @@ def test_older_names_of_tensors_are_read_and_kept(given, tmp_path):
     }
 
 
-def test_adapters_of_a_decoder_with_images(given):
-    _, pretrained = given
+ADAPTED = r"layers/.*/[qv]_proj"
+IN_TOWERS = r"|vision/tower/.*/(qkv|q_proj|fc1|gate_proj)|vision/projector/.*fc"
+
+
+@pytest.mark.by_default("decoder-gemma3")
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("more", ["", IN_TOWERS], ids=["decoder", "all"])
+def test_adapters_of_a_decoder_with_images(kind, more, tmp_path):
+    _, folder = checkpoint(tmp_path / "m", kind)
+    pretrained = models.load_pretrained(folder, images=True)
     adapted = models.lora(
-        pretrained.model, targets="layers/.*/[qv]_proj", rank=2, params=pretrained.params
+        pretrained.model, targets=ADAPTED + more, rank=2, params=pretrained.params
     )
-    assert not any("vision" in name for name in adapted.targets)
+    assert any("vision" in name for name in adapted.targets) == bool(more)
     trainer = mt.Trainer(
         adapted.model,
         models.next_token_loss,
         optax.adamw(1e-2),
-        batch(),
+        batch(kind=kind),
         params=adapted.params,
         trainable=adapted.trainable,
-        precision=mt.Precision(compute=jnp.float32, frozen="bfloat16"),
+        precision=mt.Precision(compute=jnp.float32, frozen=None if more else "bfloat16"),
     )
-    losses = [trainer.read(trainer.step(batch()))["loss"] for _ in range(3)]
+    losses = [trainer.read(trainer.step(batch(kind=kind)))["loss"] for _ in range(3)]
     assert losses[2] < losses[0]
+    if more:
+        models.save_pretrained(trainer, tmp_path / "merged")
+        from transformers import AutoModelForImageTextToText
+
+        merged = AutoModelForImageTextToText.from_pretrained(
+            tmp_path / "merged", attn_implementation="eager"
+        )
+        found = loss_of(merged, batch(kind=kind)).item()
+        expected = trainer.read(trainer.step(batch(kind=kind)))["loss"]
+        np.testing.assert_allclose(found, expected, rtol=2e-6)
 
 
 def test_batches_that_do_not_fit_are_refused(given, tmp_path):
