@@ -1,6 +1,6 @@
 """Trains a model in one call."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -231,14 +231,12 @@ def fit(
         del prepared  # it may have all parameters as arrays
         with attaching_result(trainer):
             batches: Iterator[Any] = chain([sample], source)
-            first, facts = 0, None
+            first = 0
             if series is not None:
                 source.first = batch_digest(sample)
-                facts = _resumed(series, trainer, loop, resume=resume)
-            if series is not None and facts is not None:
-                _continue_from(series, facts, trainer, source, loop)
-                # The sample was the data's first batch, which the run has already trained on.
-                batches, first = source, source.count
+                if _resumed(series, trainer, source, loop, resume=resume):
+                    # The sample was the data's first batch, which the run has already trained on.
+                    batches, first = source, source.count
             call = Run(trainer=trainer, source=source, first=first, counted_from=0)
             return call.train(batches, loop, series, evaluation)
 
@@ -315,11 +313,8 @@ def train(
         loop.check_metrics(trainer.run_state.spec.step_metrics, "")
     with attaching_result(trainer), _series(loop, trainer.processes, resume=resume) as series:
         source, start = Source(data, saved=series is not None), trainer.num_steps
-        if series is not None:
-            facts = _resumed(series, trainer, loop, resume=resume)
-            if facts is not None:
-                _continue_from(series, facts, trainer, source, loop)
-                start = 0
+        if series is not None and _resumed(series, trainer, source, loop, resume=resume):
+            start = 0
         run = Run(trainer=trainer, source=source, first=source.count, counted_from=start)
         return run.train(source, loop, series)
 
@@ -342,28 +337,24 @@ def _series(
 
 
 def _resumed(
-    series: RunCheckpoints, trainer: Trainer, loop: LoopOptions, *, resume: bool
-) -> Mapping[str, Any] | None:
-    """Restores the newest checkpoint if the run resumes; returns its facts, None without one."""
+    series: RunCheckpoints, trainer: Trainer, source: Source, loop: LoopOptions, *, resume: bool
+) -> bool:
+    """Restores the newest checkpoint if the run resumes, and brings the data to its position.
+
+    Settings that differ are warned of.
+
+    Returns:
+        Whether there was a checkpoint.
+    """
     if not resume:
         series.begin(trainer)
-        return None
-    facts = series.resume(trainer)
-    # So that a wrong folder is noticed.
-    if facts is None and loop.progress and trainer.processes.is_first:
-        tqdm.write(f"No checkpoint in {series.folder} yet: starting from step {trainer.num_steps}.")
-    return facts
-
-
-def _continue_from(
-    series: RunCheckpoints,
-    facts: Mapping[str, Any],
-    trainer: Trainer,
-    source: Source,
-    loop: LoopOptions,
-) -> None:
-    """Brings the data to a restored checkpoint's position, and warns of settings that differ."""
-    is_first = trainer.processes.is_first
+        return False
+    facts, is_first = series.resume(trainer), trainer.processes.is_first
+    if facts is None:
+        if loop.progress and is_first:  # so that a wrong folder is noticed
+            start = f"starting from step {trainer.num_steps}."
+            tqdm.write(f"No checkpoint in {series.folder} yet: {start}")
+        return False
     position = own_position(facts["data"], trainer.processes)
     if is_first:
         path = series.folder / str(trainer.num_steps)
@@ -395,6 +386,7 @@ def _continue_from(
     # Nothing is drawn for a run that has all its steps, of data that may have no more.
     if loop.steps is None or trainer.num_steps <= loop.steps:
         source.go_to(position, loop.progress and is_first, once=loop.steps is None)
+    return True
 
 
 def _checked_metrics(prepared: Prepared, loop: LoopOptions) -> tuple[Any, Iterable[Any]] | None:
