@@ -36,7 +36,6 @@ def main() -> None:
         batch,
         microbatches=4,
         precision="float32",
-        hardware="H100",
         state_per_process=True,
         progress=False,
     )

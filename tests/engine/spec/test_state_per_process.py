@@ -15,6 +15,7 @@ from inside import engine_of, spec_of
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.engine.kernels import steps
 from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.spec.host import BETWEEN_PROCESSES_BYTES, COMMUNICATION_BYTES
 from megatrain_jax._src.engine.spec.step_kernels import begin_kernel
 from megatrain_jax._src.engine.state.placement import _ACROSS, _AXIS, Placement, placed_on
@@ -70,6 +71,14 @@ def test_a_plan_is_that_of_one_host_and_the_sums_over_the_network(optimizer):
     more = slow.seconds_per_step - free.seconds_per_step
     np.testing.assert_allclose(more, slow.network_bytes / 1000, rtol=1e-3)
     assert slow.bound == "collectives"
+
+
+def test_sums_are_counted_without_a_known_card():
+    trainer = make_trainer(CASE, ADAM, precision=mt.Precision(compute=jnp.float32))
+    plan = make_plan(spec_of(trainer), num_copies=2)
+    assert plan.hardware is None and plan.workload is not None
+    gradients = sum(plan.workload.sizes[g][Kind.GRADIENT] for g in plan.workload.trained_groups)
+    assert plan.network_bytes == gradients > 0
 
 
 def test_weights_cross_the_network_only_if_hosts_share_the_state():

@@ -32,7 +32,7 @@ from megatrain_jax._src.engine.spec.indivisible_arrays import indivisible_arrays
 from megatrain_jax._src.engine.spec.pooled import pooled_bytes
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.work import Work, backward_work, forward_work, saved_work
-from megatrain_jax._src.engine.state.hardware import Hardware
+from megatrain_jax._src.engine.state.hardware import summing_bytes
 
 
 def make_plan(
@@ -119,7 +119,7 @@ def make_plan(
         processes_per_host=processes_per_host,
         collective_bytes=_collective_bytes(step),
         num_copies=num_copies,
-        summed_bytes=_summed_bytes(step, machine),
+        summed_bytes=_summed_bytes(step, num_copies),
         seconds_dispatch=dispatches * workload.costs.dispatch,
         warnings=find_warnings(spec),
         hardware=hardware,
@@ -174,12 +174,10 @@ def _collective_bytes(step: BoundStep) -> int:
     return received // step.waves
 
 
-def _summed_bytes(step: BoundStep, machine: Hardware | None) -> int:
+def _summed_bytes(step: BoundStep, copies: int) -> int:
     """The bytes that a host receives per step to sum gradients over copies of the state."""
-    if machine is None:
-        return 0
     each = sum(step.workload.sizes[g][Kind.GRADIENT] for g in step.workload.trained_groups)
-    return round(machine.summing_bytes(step.num_devices * each))
+    return round(summing_bytes(step.num_devices * each, copies))
 
 
 def microbatch_work(step: BoundStep) -> Work:

@@ -35,7 +35,7 @@ from megatrain_jax._src.engine.spec.traffic import (
     stage_traffic,
 )
 from megatrain_jax._src.engine.spec.work import Work, backward_work, forward_work, saved_work
-from megatrain_jax._src.engine.state.hardware import Hardware
+from megatrain_jax._src.engine.state.hardware import Hardware, summing_bytes
 from megatrain_jax._src.engine.state.layout import GroupLayout
 
 # Python's time per instruction, measured on the host of an H200.
@@ -239,8 +239,8 @@ def _summing_seconds(
     """Seconds to sum the gradient of each group over machines that each hold all state."""
     if hardware.copies == 1:
         return ()
-    of_machine = (num_devices * s[Kind.GRADIENT] for s in sizes)
-    return tuple(hardware.summing_bytes(n) / hardware.network_bytes_per_s for n in of_machine)
+    of_machine = (summing_bytes(num_devices * s[Kind.GRADIENT], hardware.copies) for s in sizes)
+    return tuple(num_bytes / hardware.network_bytes_per_s for num_bytes in of_machine)
 
 
 def rounding_seconds(

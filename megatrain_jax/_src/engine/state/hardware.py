@@ -226,14 +226,15 @@ class Hardware:
             within = min(*self.link_rates, self.host_bytes_per_s / (2 * num_devices))
         return within if self.hosts == 1 else min(within, self.network_bytes_per_s)
 
-    def summing_bytes(self, num_bytes: int) -> float:
-        """Bytes that this machine receives while arrays of so many bytes are summed over copies."""
-        return 2 * num_bytes * (self.copies - 1) / self.copies
-
     @property
     def assumed_host_bytes(self) -> int | None:
         """Host memory, or the typical amount if it isn't given; `None` if unknown."""
         return self.typical_host_bytes if self.host_bytes is None else self.host_bytes
+
+
+def summing_bytes(num_bytes: int, copies: int) -> float:
+    """Bytes that each machine receives while arrays of so many bytes are summed over machines."""
+    return 2 * num_bytes * (copies - 1) / copies
 
 
 # ---- cards
