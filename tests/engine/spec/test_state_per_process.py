@@ -74,7 +74,7 @@ def test_a_plan_is_that_of_one_host_and_the_sums_over_the_network(optimizer):
 
 
 def test_sums_are_counted_without_a_known_card():
-    trainer = make_trainer(CASE, ADAM, precision=mt.Precision(compute=jnp.float32))
+    trainer = make_trainer(CASE, OPTIMIZERS["adam"], progress=False)
     plan = make_plan(spec_of(trainer), num_copies=2)
     assert plan.hardware is None and plan.workload is not None
     gradients = sum(plan.workload.sizes[g][Kind.GRADIENT] for g in plan.workload.trained_groups)
