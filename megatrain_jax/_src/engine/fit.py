@@ -45,6 +45,7 @@ from megatrain_jax._src.engine.options.options import (
     taken,
 )
 from megatrain_jax._src.engine.runtime.evaluation import batch_shapes
+from megatrain_jax._src.engine.start import Prepared
 from megatrain_jax._src.engine.state.hardware import Hardware
 from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
 from megatrain_jax._src.engine.state.processes import Processes
@@ -60,7 +61,7 @@ from megatrain_jax._src.engine.train.source import (
     naming_evaluation,
     own_position,
 )
-from megatrain_jax._src.engine.trainer import Prepared, Trainer, prepare, started
+from megatrain_jax._src.engine.trainer import Trainer, prepare, started
 
 _ONE_BATCH = "to train on one batch, pass itertools.repeat(batch) and `steps`"
 _END = object()

@@ -16,11 +16,10 @@ pool and would make it grow in small steps.
 """
 
 import contextlib
-import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -227,26 +226,31 @@ def with_chosen_microbatches(
     return fit_with_microbatches(run, make, fit, rows, usable, tiles).options
 
 
-def start(
-    spec: RunSpec,
-    placement: Placement,
-    initial: InitialValues,
-    sample_batch: Any,
-    progress: bool,
-    began: float,
-    *,
-    has_gpu: bool,
-) -> tuple[RunSpec, Engine, Mapping[str, float]]:
-    """Makes a run's engine on this machine, and fills its store.
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run that is traced and cut, but has neither compiled functions nor arrays.
 
-    Args:
+    Attributes:
         spec: The run.
         placement: The run's devices.
-        initial: The initial values of parameters and of the model's remaining state.
-        sample_batch: See `Trainer`.
-        progress: Whether to show a progress bar, and the seconds of each phase after a long start.
-        began: Value of `time.perf_counter` when tracing began.
-        has_gpu: Whether this machine has a GPU, so that the run has to fit in its memory.
+        initial: The initial values of its state.
+        sample_batch: A batch, or its shapes.
+        progress: Whether to show progress.
+        has_gpu: Whether this machine has a GPU.
+        began: The time at which this began, in seconds of `time.perf_counter`.
+    """
+
+    spec: RunSpec
+    placement: Placement
+    initial: InitialValues
+    sample_batch: Any
+    progress: bool
+    has_gpu: bool
+    began: float
+
+
+def start(run: Prepared) -> tuple[RunSpec, Engine, Mapping[str, float]]:
+    """Makes a run's engine on this machine, and fills its store.
 
     Returns:
         The run with its device budget known, the engine before the first step, and the seconds of
@@ -257,10 +261,10 @@ def start(
         PeerEndedError: If another process of the run could not start.
     """
     # On a CPU, functions are compiled by the first step, and nothing is pinned.
-    told = ("compiling", "timing", "pinning", "initialising") if has_gpu else ("initialising",)
-    phases = Phases(began, told, progress)
-    machine = spec.options.machine
-    if progress and not has_gpu and machine is not None:
+    told = ("compiling", "timing", "pinning", "initialising") if run.has_gpu else ("initialising",)
+    phases = Phases(run.began, told, run.progress)
+    machine, processes = run.spec.options.machine, run.placement.processes
+    if run.progress and not run.has_gpu and machine is not None:
         tqdm.write(
             f"`hardware`={machine.name} sets the rates of schedule and plan; JAX sees no GPU, so "
             "this run computes on the CPU",
@@ -268,41 +272,37 @@ def start(
         )
     try:
         with doing("starting a run"):
-            started = functools.partial(
-                _started, placement, initial, sample_batch, progress, has_gpu, phases
-            )
-            try:
-                spec, engine = started(spec)
-            except PinningRefusedError as error:
-                if spec.options.disk_folders or placement.processes.count > 1:
-                    raise
-                if not (_SHARED_MEMORY.is_dir() and in_memory(_SHARED_MEMORY)):
-                    raise
-                warn_of([_LITTLE_PINNED.format(sized(error.num_pinned))])
-                num_bytes = error.num_pinned * len(placement.local_devices)
-                spec, engine = started(within_pinned(spec, num_bytes, _SHARED_MEMORY))
+            spec, engine = _started_with_what_is_pinned(run, phases)
     except PeerEndedError:
         raise
     except BaseException as error:
         with contextlib.suppress(PeerEndedError):
             # The peers would wait forever at their next synchronisation.
-            placement.processes.leave(f"{type(error).__name__}: {error}")
+            processes.leave(f"{type(error).__name__}: {error}")
         raise
-    if progress and sum(phases.seconds.values()) >= _SECONDS_TO_EXPLAIN:
+    if run.progress and sum(phases.seconds.values()) >= _SECONDS_TO_EXPLAIN:
         tqdm.write(str(phases), file=sys.stderr)
     return spec, engine, phases.seconds
 
 
-def _started(
-    placement: Placement,
-    initial: InitialValues,
-    sample_batch: Any,
-    progress: bool,
-    has_gpu: bool,
-    phases: Phases,
-    spec: RunSpec,
-) -> tuple[RunSpec, Engine]:
+def _started_with_what_is_pinned(run: Prepared, phases: Phases) -> tuple[RunSpec, Engine]:
+    """The started run; if the system refuses to pin all of its state, with the rest in a file."""
+    try:
+        return _started(run, run.spec, phases)
+    except PinningRefusedError as error:
+        has_place = _SHARED_MEMORY.is_dir() and in_memory(_SHARED_MEMORY)
+        is_alone = run.placement.processes.count == 1
+        if run.spec.options.disk_folders or not is_alone or not has_place:
+            raise
+        warn_of([_LITTLE_PINNED.format(sized(error.num_pinned))])
+        num_bytes = error.num_pinned * len(run.placement.local_devices)
+        return _started(run, within_pinned(run.spec, num_bytes, _SHARED_MEMORY), phases)
+
+
+def _started(run: Prepared, spec: RunSpec, phases: Phases) -> tuple[RunSpec, Engine]:
     """See `start`."""
+    placement, initial = run.placement, run.initial
+    progress, has_gpu = run.progress, run.has_gpu
     kernels, processes = empty_kernel_cache(spec, placement), placement.processes
     # Files read ahead have to fit in the host beside the run's state; otherwise they are read
     # twice.
@@ -320,7 +320,7 @@ def _started(
         measures = has_gpu and is_worth_measuring(spec)
         if measures:
             with phases.phase("timing"):
-                spec = by_measured_times(spec, kernels, placement, sample_batch)
+                spec = by_measured_times(spec, kernels, placement, run.sample_batch)
                 whole = run_with_all_waves(spec)
         if has_gpu and spec.num_parts > 1:  # functions were compiled for other ways to cut, too
             step = step_kernels(spec.first, spec.layouts, spec.optimizer, placement)

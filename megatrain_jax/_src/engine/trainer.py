@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -16,7 +15,6 @@ from megatrain_jax._src.common.progress import tell_phase, tqdm
 from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.adapt.adapters import adapt, needs_batch
-from megatrain_jax._src.engine.adapt.initial_values import InitialValues
 from megatrain_jax._src.engine.checkpoint.given_parameters import with_given_parameters
 from megatrain_jax._src.engine.checkpoint.save import Saving
 from megatrain_jax._src.engine.checkpoint.saved_settings import with_saved_parts
@@ -45,10 +43,9 @@ from megatrain_jax._src.engine.run_state import RunState
 from megatrain_jax._src.engine.runtime.compute_copy import ComputeCopy
 from megatrain_jax._src.engine.runtime.training import StepMetrics, with_memory_advice
 from megatrain_jax._src.engine.schedule.schedule import Schedule
-from megatrain_jax._src.engine.spec.run_spec import RunSpec, exact_dtypes
-from megatrain_jax._src.engine.start import local_run_spec, on_this_machine, start
+from megatrain_jax._src.engine.spec.run_spec import exact_dtypes
+from megatrain_jax._src.engine.start import Prepared, local_run_spec, on_this_machine, start
 from megatrain_jax._src.engine.state.hardware import Hardware
-from megatrain_jax._src.engine.state.placement import Placement
 from megatrain_jax._src.engine.state.processes import Processes
 
 
@@ -188,13 +185,11 @@ class Trainer(ExplainedAttributes):
         )
         self._start(prepared)
 
-    def _start(self, prepared: "Prepared") -> None:
-        what = prepared.spec, prepared.placement, prepared.initial, prepared.sample_batch
-        progress, has_gpu = prepared.progress, prepared.has_gpu
-        spec, engine, seconds = start(*what, progress, prepared.began, has_gpu=has_gpu)
+    def _start(self, prepared: Prepared) -> None:
+        spec, engine, seconds = start(prepared)
         self._end_tokens: tuple[int, ...] = ()
         self._startup = dict(seconds)
-        self._state = RunState(spec, engine, prepared.sample_batch, progress)
+        self._state = RunState(spec, engine, prepared.sample_batch, prepared.progress)
 
     def __repr__(self) -> str:
         """Returns the model, the step and the budget as a plain text table."""
@@ -531,29 +526,6 @@ class Trainer(ExplainedAttributes):
     def run_state(self) -> RunState:
         """The state behind this trainer, which `fit` and `train` save and restore."""
         return self._state
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A run that is traced and cut, but has neither compiled functions nor arrays.
-
-    Attributes:
-        spec: The run.
-        placement: The run's devices.
-        initial: The initial values of its state.
-        sample_batch: A batch, or its shapes.
-        progress: Whether to show progress.
-        has_gpu: Whether this machine has a GPU.
-        began: The time at which this began, in seconds of `time.perf_counter`.
-    """
-
-    spec: RunSpec
-    placement: Placement
-    initial: InitialValues
-    sample_batch: Any
-    progress: bool
-    has_gpu: bool
-    began: float
 
 
 def prepare(
