@@ -59,6 +59,14 @@ class LinearAttentionOptions:
     value_dim: int
     taps: int
 
+    def __post_init__(self) -> None:
+        """Checks the numbers of heads, as a configuration has them."""
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"`linear_num_key_heads` = {self.key_heads} must divide `linear_num_value_heads` = "
+                f"{self.value_heads}"
+            )
+
 
 class Convolution(nnx.Module):
     """A convolution of each channel with its last tokens, and an optional bias."""
@@ -235,11 +243,6 @@ def _qwen3_next(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         value_dim=fields.integer("linear_value_head_dim", 128),
         taps=fields.integer("linear_conv_kernel_dim", 4),
     )
-    if options.value_heads % options.key_heads:
-        raise ValueError(
-            f"`linear_num_key_heads` = {options.key_heads} must divide `linear_num_value_heads` = "
-            f"{options.value_heads}"
-        )
     return {"options": options, "unrotated": linear}
 
 
@@ -430,11 +433,6 @@ def _olmo_hybrid(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("`layer_types` of an olmo_hybrid must have both kinds of layers")
     heads = [fields.integer(f"linear_num_{name}_heads", None) for name in ("key", "value")]
     key_heads, value_heads = (number or sizes["num_heads"] for number in heads)
-    if value_heads % key_heads:
-        raise ValueError(
-            f"`linear_num_key_heads` = {key_heads} must divide `linear_num_value_heads` = "
-            f"{value_heads}"
-        )
     key_dim = fields.integer("linear_key_head_dim", None)
     key_dim = key_dim or int(0.75 * sizes["hidden_size"] / key_heads)
     # A null instead of a base of wavelengths means that no layer rotates.
