@@ -8,6 +8,7 @@ import inspect
 import math
 import operator
 import os
+import re
 import reprlib
 from collections.abc import Callable, Iterable
 from os import PathLike
@@ -191,6 +192,26 @@ def word(name: str, value: Any, known: Iterable[str], other: str = "") -> str:
     *most, last = (f'"{one}"' for one in known)
     allowed = f"{', '.join(most)} or {last}{other}"
     raise (ValueError if isinstance(value, str) else TypeError)(refused(name, allowed, value))
+
+
+def pattern(
+    name: str, value: str, compiled: Callable[[str], re.Pattern[str]] = re.compile
+) -> re.Pattern[str]:
+    """Returns a regular expression, compiled.
+
+    Args:
+        name: The argument.
+        value: The value given.
+        compiled: Compiles it.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        return compiled(value)
+    # Also of a number that is too large, and of groups that are nested too deeply.
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"`{name}`={value[:100]!r} is no regular expression: {error}") from error
 
 
 def ascending(name: str, value: Any) -> tuple[int, ...]:

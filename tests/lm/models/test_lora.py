@@ -254,6 +254,7 @@ def test_a_model_of_70b_is_planned_with_adapters_without_making_it():
         ({"targets": "embed"}, ValueError, "embed_tokens/weight"),
         ({"targets": "lm_head"}, ValueError, "lm_head/weight.*losses"),
         ({"targets": "("}, ValueError, "`targets`.*regular"),
+        ({"targets": "a{99999999999}"}, ValueError, "`targets`.*regular"),
         ({"targets": 3}, TypeError, "`targets` .*regular .*function"),
         ({"targets": "layers", "dropout": 0.1}, ValueError, "`dropout` .*adapters of ex"),
         ({"targets": "layers", "dropout": 1.0}, ValueError, "`dropout` .*1"),

@@ -574,12 +574,7 @@ def _trainable(value: Any) -> Any:
     listed = tuple(value) if isinstance(value, list | tuple) and value else None
     for one in listed or (() if value is None else (value,)):
         if isinstance(one, str):
-            try:
-                re.compile(one)
-            except (re.error, OverflowError, RecursionError) as error:
-                given = f"`trainable`={value!r}"
-                at = f": {one!r}" if listed else ""
-                raise ValueError(f"{given}{at} is no regular expression: {error}") from error
+            checks.pattern("trainable", one)
         elif not isinstance(one, type | bool | EllipsisType) and not (
             callable(one) and any(checks.can_be_called(one, count) for count in (1, 2))
         ):

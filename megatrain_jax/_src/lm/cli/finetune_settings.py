@@ -3,7 +3,6 @@
 The losses have the same names in `megatrain_jax.objectives`. This file needs no JAX.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -176,11 +175,7 @@ class FinetuneSettings(run_settings.TrainingSettings):
             )
         patterns = [("trainable", pattern) for pattern in run_settings.listed(self.trainable)]
         for name, pattern in (*patterns, ("lora_targets", self.lora_targets)):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                text = f"`{name}`={pattern!r} is no regular expression: {error}"
-                raise ValueError(text) from error
+            checks.pattern(name, pattern)
         if self.lora_rank is not None:
             checks.number("lora_alpha", self.lora_alpha, above=0)
             if not 0 <= self.lora_dropout < 1:

@@ -468,10 +468,7 @@ def without_lora(model: nnx.Module) -> nnx.Module:
 
 def _chooser(targets: Any) -> Callable[[str], bool]:
     if isinstance(targets, str):
-        try:
-            pattern = re.compile(targets)
-        except re.error as error:
-            raise ValueError(f"`targets`={targets!r} is no regular expression: {error}") from error
+        pattern = checks.pattern("targets", targets)
         return lambda name: pattern.search(name) is not None
     if not callable(targets):
         allowed = "a regular expression or a function of a path"

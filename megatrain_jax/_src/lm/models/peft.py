@@ -269,7 +269,7 @@ def _checked_settings(values: Mapping[str, Any], merging: bool) -> AdapterSettin
 
     targets = values.get("target_modules")
     if isinstance(targets, str):
-        _check_pattern("target_modules", targets, re.compile)
+        checks.pattern("target_modules", targets)
     elif targets is not None and not (
         isinstance(targets, list) and all(isinstance(target, str) for target in targets)
     ):
@@ -302,19 +302,12 @@ def _pattern(
     if not isinstance(given, Mapping):
         raise TypeError(checks.refused(name, "an object", given))
     for key in given:
-        _check_pattern(name, key, _module_pattern)
+        checks.pattern(name, key, _module_pattern)
     return {key: check(f"{name}.{key}", value) for key, value in given.items()}
 
 
 def _module_pattern(key: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({key})$")
-
-
-def _check_pattern(name: str, key: str, compiles: Callable[[str], Any]) -> None:
-    try:
-        compiles(key)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"`{name}` has {key[:100]!r}, no regular expression: {error}") from error
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
