@@ -59,7 +59,7 @@ def at_once(part, layout):
     count = len(layout.master.shapes)
 
     def update(masters, state, gradient, messages, ok, draw):
-        rows = *gradient, layout.master.decode(masters)
+        rows = layout.master.joined(gradient), layout.master.decode(masters)
         leaves = [layout.master.unpack(slab, i) for slab in rows for i in range(count)]
         args = [*part.consts, *leaves, *layout.state.unpack(layout.state.decode(state)), *messages]
         out = jx.evaluate(part.jaxpr, args)
@@ -114,6 +114,18 @@ def test_leaves_in_turns_get_the_bits_of_all_at_once(name, precision, num_device
     run = jax.jit(updates._update(part, layout, True), out_shardings=slabs)
     expected = jax.jit(at_once(part, layout), out_shardings=slabs)
     check_updates(run, expected, args, draw, small)
+
+
+def test_masters_in_two_dtypes_beside_state_in_one_get_the_bits_of_all_at_once():
+    mixed = mt.Precision(master={"*/1": "bfloat16", "*/3": "bfloat16", "*": "float32"})
+    spec = make_spec(BLOCKS, OPTIMIZERS["adamw_schedule"], precision=mixed)
+    group = max(range(len(spec.layouts)), key=lambda g: len(spec.layouts[g].master.shapes))
+    part, layout = spec.optimizer.apply[group], spec.layouts[group]
+    assert [len(slab.segments) for slab in layout.slabs] == [2, 1, 1]
+    args = random_arguments(layout, part, len(spec.optimizer.messages[group]))
+    run = jax.jit(updates._update(part, layout, True))
+    expected, small = jax.jit(at_once(part, layout)), on_one_device().small_on_device
+    check_updates(run, expected, (*args, jnp.array(True)), DRAW, small)
 
 
 def update_of_matrices(optimizer, count=16):
