@@ -508,3 +508,18 @@ def test_graphs_can_t_be_divided():
     )
     with pytest.raises(ValueError, match="'y'"):
         trainer.evaluate([rows | {"y": np.ones(6)}])
+
+
+def test_a_parameter_stacked_over_layers_is_whole_on_the_device():
+    def loss_fn(params, x):
+        return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0] ** 2).mean()
+
+    weights = np.random.default_rng(0).normal(size=(3, 8, 8)).astype(np.float32)
+    batch = np.ones((2, 8), np.float32)
+    trainer = mt.Trainer(
+        {"w": weights}, loss_fn, optax.sgd(0.1), batch, precision="bfloat16", progress=False
+    )
+    assert trainer.plan.num_stages >= 3
+    copy = trainer.compute_copy()
+    (found,) = copy.read(jax.tree.leaves(copy.model))
+    np.testing.assert_array_equal(found, weights.astype(jnp.bfloat16))
