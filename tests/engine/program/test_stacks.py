@@ -522,3 +522,25 @@ def test_layers_that_an_optimizer_takes_together_stay_in_one_array(name):
     # A scan says that they are layers.
     with refuses(ValueError, "optimizer", "group"):
         mt.plan(init, loss_of(scanned), optimizer, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("step", "counts"),
+    [
+        (lambda i, x: i + 1, True),
+        (lambda i, x: i + (x.sum() > 0).astype(jnp.int32), False),
+    ],
+)
+def test_a_number_that_depends_on_data_is_no_counter(step: Any, counts: bool):
+    def loss(w, x):
+        def body(carry, _):
+            i, x = carry
+            return (step(i, x), x @ lax.dynamic_index_in_dim(w, i, keepdims=False)), None
+
+        return lax.scan(body, (0, x), None, length=3)[0][1]
+
+    (eqn,) = jax.make_jaxpr(loss)(jnp.ones((3, 4, 4)), jnp.ones((2, 4))).eqns
+    stacked = [v.aval.ndim == 3 for v in eqn.invars]
+    integers = [v.aval.ndim == 0 for v in eqn.invars]
+    assert sum(stacked) == sum(integers) == 1
+    assert known.reads_by_counter(eqn, stacked, integers) is counts
