@@ -39,7 +39,7 @@ from jax.interpreters import partial_eval
 
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.sliced_values import FOLDS
-from megatrain_jax._src.engine.program.primitives import CALLS, CUSTOM_RULES, ELEMENTWISE
+from megatrain_jax._src.engine.program.primitives import ELEMENTWISE
 
 
 class _NotElementwise(Exception):
@@ -55,7 +55,7 @@ def find_elementwise_functions(
     """Finds the elementwise functions that compute a jaxpr's outputs from lined-up leaves.
 
     Args:
-        jaxpr: A jaxpr without constants of its own.
+        jaxpr: A jaxpr without constants of its own, and with open calls.
         shapes: Shapes of the leaves.
         wide_inputs: Rows of inputs by position (all gradients, all masters, ...), with one input
             per leaf, of its shape. All remaining inputs are the same for all leaves.
@@ -113,14 +113,6 @@ def _leaf_function(jaxpr, shape, mine: Mapping[int, int], outputs, wide_inputs):
     return (key, sources, tuple(order)), function
 
 
-def _inner(eqn: Any) -> Any | None:
-    """The jaxpr that an equation only wraps (a `jit`, a custom rule), or None."""
-    inner = jx.called(eqn, CALLS | CUSTOM_RULES)
-    if inner is not None and inner.consts:
-        raise _NotElementwise
-    return inner and inner.jaxpr
-
-
 def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
     """Checks that a jaxpr treats all elements of a leaf alike.
 
@@ -143,11 +135,9 @@ def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
         flags, shapes = [wide for _, wide in ins], [v.aval.shape for v in eqn.outvars]
         # Operands that are leaves, or numbers.
         are_fit = all(wide or a.aval.shape == () for a, wide in zip(eqn.invars, flags, strict=True))
-        name, inner = eqn.primitive.name, _inner(eqn)
-        if inner is not None:
-            params, out_flags = _check(inner, flags, shape)
+        name = eqn.primitive.name
         # Computation on numbers shared by all leaves, such as a learning rate, may be anything.
-        elif not any(flags) and all(own == () for own in shapes):
+        if not any(flags) and all(own == () for own in shapes):
             params, out_flags = _params(eqn), [False] * len(eqn.outvars)
         # A leaf filled with one number.
         elif name == "broadcast_in_dim" and not any(flags) and are_fit and shapes == [shape]:
@@ -177,8 +167,6 @@ def _run(jaxpr: Any, values: Sequence[Any], leaf: tuple[int, ...], shape: tuple[
     """Evaluates a jaxpr on arrays of a different shape in place of a leaf's."""
 
     def results_of(eqn: Any, operands: list[Any]) -> list[Any]:
-        if (inner := _inner(eqn)) is not None:
-            return _run(inner, operands, leaf, shape)
         # Among these operations, only this one's parameters contain a leaf's shape.
         if eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.shape == leaf:
             return [jnp.broadcast_to(jnp.asarray(operands[0]), shape)]
