@@ -37,6 +37,9 @@ class Op(enum.Enum):
     COMBINE = "combine"  # all scalars -> the scalars that updates read
     UPDATE = "update"  # change a group's masters and optimizer state, consume its gradient
 
+    # By identity, as members are compared: `Enum` calls a Python function for each hash.
+    __hash__ = object.__hash__
+
 
 WAITS = frozenset({Op.WAIT, Op.LAND})
 """The instructions in which the driver waits for the device."""

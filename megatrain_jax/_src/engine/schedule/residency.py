@@ -311,22 +311,26 @@ class Residency:
         seconds = sum([computation.seconds for computation in task.computations])
         enough = self.clock.over([use.key for use in task.uses], seconds)
         at, end, present = self.prefetch_distance, len(line), self.present
+        sizes, reserved = self.workload.bytes_of, self.reserved
+        # Without calls of `_missing` and `room`, because most of a search's time passes here.
         while at < end:
             use = line[at]
-            if use.creates or use.key not in present:
-                size, comes = self._missing(use), self._has_to_come(use)
-                while size > self.room and at < must:
+            key, creates = use.key, use.creates
+            if creates or key not in present:
+                size = 0 if key in reserved and not creates else sizes[key]
+                while size > self.limit - self.num_bytes - self.reserved_bytes and at < must:
                     self._wait_for_oldest()
                 # No use is skipped: a later, smaller part would take the memory that an earlier one
                 # waits for.
-                if size > self.room:
+                if size > self.limit - self.num_bytes - self.reserved_bytes:
                     break
-                if at >= must and comes and self.clock.inward_until(use.key) > enough:
-                    break
-                if use.creates:
-                    self.reserve(use.key)
-                elif comes:
-                    self.fetch(use.key, number)
+                if creates:
+                    self.reserve(key)
+                # A reserved part that doesn't outlast a step will be created on the device.
+                elif key.kind in LASTING or key not in reserved:
+                    if at >= must and self.clock.inward_until(key) > enough:
+                        break
+                    self.fetch(key, number)
             at += 1
         self.prefetch_distance = at
 
@@ -336,14 +340,6 @@ class Residency:
         # step's gradient before its update has been computed.
         known = use.key in self.reserved or use.key in self.present
         return 0 if known and not use.creates else self.workload.bytes_of[use.key]
-
-    def _has_to_come(self, use: Use) -> bool:
-        """Whether a use needs a copy to the device.
-
-        A reserved part that doesn't outlast a step will be created there, so it needs none.
-        """
-        to_be_made = use.key in self.reserved and use.key.kind not in LASTING
-        return not use.creates and use.key not in self.present and not to_be_made
 
     def _wait_for_oldest(self) -> None:
         oldest = min((*self.used, *(task for task, _ in self.leaving)), default=None)

@@ -134,17 +134,17 @@ def fit_to_machine(
             need no host memory.
     """
 
-    def fitted(spec: RunSpec, reserved: int | None = None) -> RunSpec:
-        return _Fitting(spec, tiles, device_bytes, to_host, reserved).to_machine()
+    def fitting(spec: RunSpec, reserved: int | None = None) -> _Fitting:
+        return _Fitting(spec, tiles, device_bytes, to_host, reserved)
 
-    whole = smallest = finer = fitted(spec)
+    whole = smallest = finer = fitting(spec).to_machine()
     if device_bytes is None:
         return whole
     if (left := device_bytes - least_device_bytes(whole)) >= 0:
-        return _faster_in_parts(whole, lambda spec: fitted(spec, left), device_bytes)
+        return _faster_in_parts(whole, lambda spec: fitting(spec, left), device_bytes)
     while (finer := _finer(before := finer)) is not None:
         if _room(finer, device_bytes) > 0:  # otherwise compiling its functions is useless
-            finer = fitted(finer)
+            finer = fitting(finer).to_machine()
             if least_device_bytes(finer) <= device_bytes:
                 return finer
         smallest = min(smallest, finer, key=least_device_bytes)
@@ -169,7 +169,7 @@ def _has_enough_groups(before: RunSpec, finer: RunSpec) -> bool:
 
 
 def _faster_in_parts(
-    whole: RunSpec, fitted: Callable[[RunSpec], RunSpec], device_bytes: int
+    whole: RunSpec, fitting: "Callable[[RunSpec], _Fitting]", device_bytes: int
 ) -> RunSpec:
     """The run with blocks cut into parts if they are faster in the same memory, or whole.
 
@@ -177,7 +177,7 @@ def _faster_in_parts(
 
     Args:
         whole: The fitted run with whole blocks.
-        fitted: Fits a run to the memory that `whole` takes.
+        fitting: Fits a run to the memory that `whole` takes.
         device_bytes: Free device memory.
     """
     schedule, able = whole.first.schedule, any(whole.first.workload.residuals)
@@ -189,10 +189,11 @@ def _faster_in_parts(
     # Experts are divided only if they don't fit: each group passes on the rows of all tokens.
     if finer is None or finer.num_groups > whole.num_groups:
         return whole
-    trial = fitted(finer)
+    # Smaller tiles take long to try; they are only if parts are faster without.
+    trial = (found := fitting(finer)).to_machine(smaller_tiles=False)
     fits = trial.fits_host and least_device_bytes(trial) <= device_bytes
     is_faster = trial.first.schedule.seconds < (1 - WORTH) * schedule.seconds
-    return trial if fits and is_faster else whole
+    return found.to_machine() if fits and is_faster else whole
 
 
 def _finer(spec: RunSpec) -> RunSpec | None:
@@ -254,10 +255,17 @@ class _Fitting:
         self._on_host: dict[int, RunSpec | None] = {}
         self._least = 0  # bytes that functions need in any tiles
 
-    def to_machine(self) -> RunSpec:
-        """The run fitted to its device, then to its host."""
+    def to_machine(self, *, smaller_tiles: bool = True) -> RunSpec:
+        """The run fitted to its device, then to its host.
+
+        Args:
+            smaller_tiles: Whether smaller tiles than needed are tried, to save time.
+        """
         device_bytes = self._device_bytes
-        fitted = self._tiled(None) if device_bytes is None else self._to_device(device_bytes)
+        if device_bytes is None:
+            fitted = self._tiled(None)
+        else:
+            fitted = self._to_device(device_bytes, smaller_tiles)
         # A run that never fits in the host is returned unchanged, to be refused.
         found = self._to_its_host(fitted) or dataclasses.replace(fitted, fits_host=False)
         if not _has_functions_of(fitted.first.schedule, found.first.schedule):
@@ -267,15 +275,16 @@ class _Fitting:
         left = _room(fitted, device_bytes)
         return dataclasses.replace(found, room_bytes=max(left, _needed(fitted)))
 
-    def _to_device(self, device_bytes: int) -> RunSpec:
-        """The run fitted to its device."""
+    def _to_device(self, device_bytes: int, smaller_tiles: bool) -> RunSpec:
+        """The run fitted to its device; see `to_machine`."""
         spec, room = self._spec, _room(self._spec, device_bytes)
         if room <= 0:  # refused in any case
             return self._tiled(None)
         # With saved residuals, functions may need more.
         if self._tiles.most(spec.first) > room or _needed(fitted := self._tiled(None)) > room:
             fitted = self._tiled(room)
-        if spec.options.device_budget is None and _needed(fitted) > LARGE * device_bytes:
+        is_large = spec.options.device_budget is None and _needed(fitted) > LARGE * device_bytes
+        if smaller_tiles and is_large:
             fitted = self._faster(fitted, device_bytes)
         return fitted
 

@@ -186,10 +186,12 @@ def cut(
     *,
     is_loss: bool = True,
     name: str = "loss_fn",
+    alike: bool = True,
 ) -> Program:
     """Cuts a flat traced loss `(leaves, variables, batch, rng) -> (loss, ...)` into stages.
 
-    A prediction, which has arrays in place of the loss, has no backward.
+    A prediction, which has arrays in place of the loss, has no backward. Without `alike`, stages
+    that compute the same have different keys, which takes less time.
 
     Raises:
         ValueError: The loss depends on nothing trainable, or a stage reads a callback's result.
@@ -213,15 +215,15 @@ def cut(
     if shared := find_shared(flow):
         leaves = [without_block(leaf) if i in shared else leaf for i, leaf in enumerate(leaves)]
         flow = Dataflow(traced, leaves, name)
-    program = _Builder(flow, find_stretches(flow)).program(num_variables, is_loss)
+    program = _Builder(flow, find_stretches(flow), alike).program(num_variables, is_loss)
     return dataclasses.replace(program, shared=shared)
 
 
 class _Builder:
     """Collects the equations, inputs and outputs of each stage of one program."""
 
-    def __init__(self, flow: Dataflow, stretches: list[Stretch]):
-        self.flow, self.consts = flow, flow.consts
+    def __init__(self, flow: Dataflow, stretches: list[Stretch], alike: bool):
+        self.flow, self.consts, self.alike = flow, flow.consts, alike
         self.stretches, self.stage_of = without_empty(stretches, assign(flow, stretches))
         self.rows: list[list[int]] = [[] for _ in self.stretches]  # of each stage, ascending
         for i in sorted(self.stage_of):
@@ -261,7 +263,8 @@ class _Builder:
 
     def program(self, num_variables: int, is_loss: bool) -> Program:
         bodies = [self._body(s) for s in range(len(self.stretches))]
-        self._unify_inputs(bodies)
+        if self.alike:
+            self._unify_inputs(bodies)
         self._add_outputs(bodies)
         outputs = tuple(self.id(self._output_var(a)) for a in self.flow.jaxpr.outvars)
         stages = self._activate([b.stage() for b in bodies], outputs[: int(is_loss)])
@@ -371,7 +374,7 @@ class _Builder:
 
         classes: dict[Hashable, list[_Body]] = defaultdict(list)
         for body in bodies:
-            classes[body.key()].append(body)
+            classes[body.key() if self.alike else body].append(body)
         for members in classes.values():
             # Like bodies make the same values in the same order.
             made = [[v for eqn in body.eqns for v in eqn.outvars] for body in members]
@@ -473,7 +476,7 @@ class _Body:
             name=stretch.name,
             jaxpr=jaxpr,
             consts=values,
-            key=structural_key(jaxpr, values, perturbed),
+            key=structural_key(jaxpr, values, perturbed) if builder.alike else self,
             leaves=tuple(number[v] for v in leaves),
             is_trainable=tuple(builder.flow.leaves[number[v]].is_trainable for v in leaves),
             inputs=tuple(builder.id(v) for v in inputs),

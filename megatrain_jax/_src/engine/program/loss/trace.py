@@ -202,7 +202,8 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False
         traced: The loss.
         leaves: The leaves.
         opened: Whether to open each `remat` that reads more than one leaf, not only each one that
-            spans several blocks.
+            spans several blocks. Such a program tells where blocks can be cut; its stages all have
+            different keys.
 
     Raises:
         ValueError: The loss can't be differentiated stage by stage; see `builder.cut`.
@@ -234,7 +235,8 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False
         lambda: jx.trace(flat, avals, data),
     )
     what = flat_loss, leaves, traced.num_variables
-    program = cut(*what, is_loss=traced.rows is None, name=traced.name)
+    is_loss = traced.rows is None
+    program = cut(*what, is_loss=is_loss, name=traced.name, alike=not opened)
     found = uncut_stack_warnings(traced.stacks, leaves)
     warnings = *program.warnings, *found
     return dataclasses.replace(program, metrics=traced.metrics, rows=traced.rows, warnings=warnings)
