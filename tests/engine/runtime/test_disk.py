@@ -106,6 +106,19 @@ def test_reads_and_writes_may_end_in_any_order(seed: int, tmp_path: Path):
     assert max(waiting) == SLOTS, "no more parts of a class wait in memory to be written"
 
 
+def test_what_is_read_ahead_and_not_needed_is_given_up(tmp_path: Path, monkeypatch: Any):
+    given_up: list[Key] = []
+    monkeypatch.setattr(Disk, "is_ready", lambda self, key: False)  # as on a slow drive
+    give_up = Disk.give_up
+    monkeypatch.setattr(
+        Disk, "give_up", lambda self, key: (given_up.append(key), give_up(self, key))
+    )
+    memory, disk = pair(tmp_path, frozen="bfloat16", trainable="layers/[12]")
+    check_alike(memory, disk, 1)
+    assert given_up, "frozen parts that the next step would have begun with"
+    check_slots_come_back(disk)
+
+
 def test_checkpoints_go_both_ways(tmp_path: Path):
     memory, disk = pair(tmp_path / "disk")
     check_each_continues_the_other(memory, disk, CASE.batch(0), tmp_path)
