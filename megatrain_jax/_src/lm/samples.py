@@ -22,18 +22,6 @@ from megatrain_jax._src.lm.common.prompts import (
 Logits = Callable[[Any, Mapping[str, Any]], jax.Array]
 
 
-def decoder_logits(model: Any, batch: Mapping[str, Any]) -> jax.Array:
-    """The logits of a `models.Decoder`, (rows, vocabulary), at the last token of each row.
-
-    Raises:
-        TypeError: If the model has no method for this.
-    """
-    if not hasattr(model, "logits_at"):
-        allowed = "a function (model, batch) -> logits for a model that is no models.Decoder"
-        raise TypeError(checks.refused("logits", allowed, None))
-    return model.logits_at(batch["tokens"], batch["last"])
-
-
 def choose(logits: jax.Array, temperatures: ArrayLike, draws: ArrayLike) -> jax.Array:
     """The next token of each row: the most likely one, or one drawn from the distribution.
 
@@ -165,8 +153,7 @@ class Samples(Callback):
         checks.word("params", params, ("trained", "ema"))
         self._params: Literal["trained", "ema"] = params
         self._stop, self._has_stop = _stop(stop, tokenizer), stop is not None
-        self._for_decoders = logits is None
-        self._next_tokens = next_tokens_by(logits or decoder_logits)
+        self._next_tokens = None if logits is None else next_tokens_by(logits)
 
     @property
     def num_rows(self) -> int:
@@ -199,10 +186,13 @@ class Samples(Callback):
             TypeError: If the model is not a `models.Decoder` and `logits` is None.
             ValueError: If `logits` returns an array with a wrong shape.
         """
-        if self._for_decoders:
-            copy = trainer.compute_copy(self._params)
-            if isinstance(copy.model, models.Decoder):
-                return self._generated(trainer)
+        if self._next_tokens is None:
+            if not isinstance(trainer.compute_copy(self._params).model, models.Decoder):
+                allowed = (
+                    "a function (model, batch) -> logits for a model that is no models.Decoder"
+                )
+                raise TypeError(checks.refused("logits", allowed, None))
+            return self._generated(trainer)
         lengths = np.array([len(row) for _, row, _ in self._rows], np.int32)
         tokens = np.zeros((self.num_rows, lengths.max() + self._num_tokens), np.int32)
         for row, (_, ids, _) in zip(tokens, self._rows, strict=True):
