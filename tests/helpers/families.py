@@ -47,6 +47,8 @@ ALIKE = (
     "seed-oss",
     "ernie4.5",
     "glm4-moe-lite",
+    "internvl",
+    "internvl-qwen3",
     "qwen2.5-vl",
     "qwen3-vl",
     "granite4-dense",
@@ -65,6 +67,7 @@ _CLASSES = {
     "Llama4Text": "Llama4ForCausalLM",
     "Llama4": "Llama4ForConditionalGeneration",
     "Mistral3": "Mistral3ForConditionalGeneration",
+    "InternVL": "InternVLForConditionalGeneration",
     "Gemma3Text": "Gemma3ForCausalLM",
     "Gemma3": "Gemma3ForConditionalGeneration",
     "Gemma3nText": "Gemma3nForCausalLM",
@@ -120,7 +123,7 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
     numbered = mixtral or model.config.model_type == "lfm2_moe"
     gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
     for name, array in arrays.items():
-        if model.config.model_type in ("gemma3", "mistral3"):
+        if model.config.model_type in ("gemma3", "mistral3", "internvl"):
             name = name.replace("model.language_model.", "language_model.model.")
             name = name.replace("lm_head.", "language_model.lm_head.")
         if model.config.model_type == "qwen2_5_vl":

@@ -10,6 +10,7 @@ import transformers
 from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
@@ -21,7 +22,7 @@ torch: Any = pytest.importorskip(
 
 # Special tokens after those of text, and the placeholders of an image.
 IMAGE, BEGIN, END = 90, 91, 92
-VECTORS, CHANNELS, SIZE = 4, 3, 24
+VECTORS, CHANNELS, SIZE, TILE = 4, 3, 24, 16
 # Images and texts of the rows of a batch: an entry is a number of text tokens, or None for an
 # image.
 ROWS = ([2, None, 3, None, None], [20], [None, 14])
@@ -86,6 +87,20 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "eoi_token_index": END,
         },
     ),
+    "internvl": (
+        "InternVL",
+        {"model_type": "qwen3"},
+        _TOWER
+        | {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "image_size": TILE,
+            "layer_norm_eps": 1e-3,
+            "norm_type": "rms_norm",
+            "use_qk_norm": True,
+        },
+        {"image_token_id": IMAGE, "image_seq_length": VECTORS, "tie_word_embeddings": False},
+    ),
     "qwen2.5-vl": (
         "Qwen2_5_VL",
         SWA | {"rms_norm_eps": 1e-3, "rope_parameters": _MROPE, "tie_word_embeddings": True},
@@ -124,6 +139,8 @@ def make_torch(kind: str = "gemma3", **changes: Any) -> Any:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif "visual" in name:
                 parameter.mul_(8)
+            elif name.startswith("model.vision_tower.embeddings."):
+                parameter.normal_()
         if kind == "gemma3":
             model.model.multi_modal_projector.mm_input_projection_weight.normal_(0, 0.3)
     return model.eval()
@@ -136,10 +153,20 @@ def checkpoint(folder: Path, kind: str = "gemma3", **changes: Any) -> tuple[Any,
     return model, folder
 
 
-# The tokens of an image, its placeholder first, and what a template writes for it.
+# The tokens of an image, its placeholder first, and their names in the tokenizer.
 _OF_IMAGE = {
-    "gemma": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
-    "qwen": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"),
+    "gemma3": (
+        ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+        ("image_token", "boi_token", "eoi_token"),
+    ),
+    "internvl": (
+        ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+        ("context_image_token", "start_image_token", "end_image_token", "video_token"),
+    ),
+    "qwen": (
+        ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"),
+        ("image_token", "vision_start_token", "vision_end_token", "video_token"),
+    ),
 }
 
 
@@ -148,7 +175,7 @@ def make_processor(kind: str = "gemma3") -> Any:
     names = ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "\n", "\n\n", " "]
     names += ["user", "model", "which", "digit", "is", "this", "and", "<unk>"]
     names += [str(number) for number in range(IMAGE - len(names))]
-    special = _OF_IMAGE["gemma" if kind == "gemma3" else "qwen"]
+    special, named = _OF_IMAGE["qwen" if "qwen" in kind else kind]
     tokens = Tokenizer(models.WordLevel({n: i for i, n in enumerate([*names, *special])}, "<unk>"))
     pieces = Regex(r"\n\n|\n| |[^\s]+")
     tokens.pre_tokenizer = pre_tokenizers.Split(pieces, "isolated")
@@ -159,23 +186,27 @@ def make_processor(kind: str = "gemma3") -> Any:
         eos_token="<end_of_turn>",
         pad_token="<pad>",
         unk_token="<unk>",
-        extra_special_tokens=dict(
-            zip(("image_token", "boi_token", "eoi_token"), special, strict=False)
-        ),
+        extra_special_tokens=dict(zip(named, special, strict=True)),
     )
     if kind == "gemma3":
         images = Gemma3ImageProcessorPil(size={"height": SIZE, "width": SIZE})
         processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=VECTORS)
         processor.chat_template = tokenizer.chat_template = TEMPLATE
         return processor
-    size = {"shortest_edge": 64, "longest_edge": 640}
-    images = Qwen2VLImageProcessorPil(size=size, patch_size=4)
-    family = "Qwen2_5_VL" if kind == "qwen2.5-vl" else "Qwen3VL"
+    written, options = special[0], {}
+    if kind == "internvl":
+        family, options["image_seq_length"] = "InternVL", VECTORS
+        images = GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, max_patches=4)
+    else:
+        size = {"shortest_edge": 64, "longest_edge": 640}
+        images = Qwen2VLImageProcessorPil(size=size, patch_size=4)
+        family = "Qwen2_5_VL" if kind == "qwen2.5-vl" else "Qwen3VL"
+        written = f"{special[1]}{special[0]}{special[2]}"
     with pytest.MonkeyPatch.context() as patch:
         # The processor of videos needs Torchvision, and nothing here calls it.
         patch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *_: type(None))
-        processor = getattr(transformers, f"{family}Processor")(images, tokenizer, None)
-    written = "".join((special[1], special[0], special[2]))
+        make = getattr(transformers, f"{family}Processor")
+        processor = make(images, tokenizer, None, **options)
     processor.chat_template = tokenizer.chat_template = TEMPLATE.replace(
         "<start_of_image>", written
     )
@@ -189,9 +220,10 @@ def save_processor(processor: Any, folder: Path) -> None:
         return
     processor.tokenizer.save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)
-    path = folder / "preprocessor_config.json"
-    values = json.loads(path.read_text()) | {"processor_class": type(processor).__name__}
-    path.write_text(json.dumps(values))
+    values = {"processor_class": type(processor).__name__}
+    if (length := getattr(processor, "image_seq_length", None)) is not None:
+        values["image_seq_length"] = length
+    (folder / "processor_config.json").write_text(json.dumps(values))
 
 
 def picture(seed: int, height: int = 20, width: int = 30) -> Image.Image:
@@ -207,18 +239,19 @@ GRIDS = ([(6, 10), (8, 4), (4, 4)], [], [(4, 10)])
 def batch(seed: int = 0, kind: str = "gemma3") -> dict[str, np.ndarray]:
     """Returns rows with three images, none, and one; the images' tokens are no labels."""
     rng = np.random.default_rng(seed)
-    length = 25 if kind == "gemma3" else 42
+    sized, side = "qwen" in kind, SIZE if kind == "gemma3" else TILE
+    length = 42 if sized else 25
     sizes = [rng.permutation(row).reshape(-1, 2) for row in GRIDS]
     rows = []
     for parts, grids in zip(ROWS, sizes, strict=True):
         counts = iter(grids.prod(axis=-1) // 4)
         row = []
         for n in parts:
-            vectors = VECTORS if kind == "gemma3" else next(counts, 0) if n is None else 0
+            vectors = (next(counts) if sized else VECTORS) if n is None else 0
             row += [BEGIN, *[IMAGE] * vectors, END] if n is None else text(rng, n)
         rows.append((row + text(rng, length))[:length])
     tokens = np.array(rows, np.int32)
-    shape = (MOST, CHANNELS, SIZE, SIZE) if kind == "gemma3" else (112, 2 * CHANNELS * 4 * 4)
+    shape = (112, 2 * CHANNELS * 4 * 4) if sized else (MOST, CHANNELS, side, side)
     found = {
         "tokens": tokens[:, :-1],
         "labels": tokens[:, 1:],
@@ -226,7 +259,7 @@ def batch(seed: int = 0, kind: str = "gemma3") -> dict[str, np.ndarray]:
         # Also where there is no image.
         "pixel_values": rng.normal(size=(len(rows), *shape)).astype(np.float32),
     }
-    if kind != "gemma3":
+    if sized:
         found["image_grid_thw"] = np.zeros((len(rows), MOST, 3), np.int32)
         for row, grids in zip(found["image_grid_thw"], sizes, strict=True):
             row[: len(grids)] = np.insert(grids, 0, 1, axis=1)
@@ -243,7 +276,7 @@ def inputs(given: dict[str, np.ndarray]) -> dict[str, Any]:
     kinds, pixels = (tokens == IMAGE).long(), given["pixel_values"]
     found = {"input_ids": tokens}
     if (grids := given.get("image_grid_thw")) is None:
-        found["token_type_ids"] = kinds
+        found |= {"token_type_ids": kinds} if pixels.shape[-1] == SIZE else {}
         counts = (given["tokens"] == IMAGE).sum(1) // VECTORS
     else:
         counts = grids.prod(axis=-1).sum(axis=-1)

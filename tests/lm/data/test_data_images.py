@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from megatrain_jax import data
 from messages import refuses, tells
@@ -51,11 +51,11 @@ def made(rows: Any, processor: Any, **options: Any) -> data.Dataset:
     return data.image_chat(rows, processor, **{**given, **options})
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "internvl", "qwen2.5-vl", "qwen3-vl"])
 @pytest.mark.parametrize("row", ROWS, ids=["one", "two", "none", "three"])
 def test_tokens_and_pixels_are_those_of_transformers(row, kind):
     processor = make_processor(kind)
-    (batch,) = made([row], processor)
+    (batch,) = made([row], processor, length=96)
     expected = processor.apply_chat_template(
         row["messages"], tokenize=True, return_dict=True, return_tensors="np"
     )
@@ -65,11 +65,11 @@ def test_tokens_and_pixels_are_those_of_transformers(row, kind):
     learned = batch["labels"][batch["mask"]]
     answer = row["messages"][1]["content"][0]["text"]
     assert processor.tokenizer.decode(learned).split() == [answer, "<end_of_turn>"]
-    count, least = len(expected.get("pixel_values", ())), 1 if kind == "gemma3" else 4
+    count, least = len(expected.get("pixel_values", ())), 4 if "qwen" in kind else 1
     assert (batch["pixel_values"][0, :count] == expected.get("pixel_values", 0)).all()
     assert batch["pixel_values"].shape[1] == max(least, count)
     grids = expected.get("image_grid_thw", [[0, 0, 0]])
-    assert kind == "gemma3" or (batch["image_grid_thw"] == grids).all()
+    assert "qwen" not in kind or (batch["image_grid_thw"] == grids).all()
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3-vl"])
@@ -249,8 +249,10 @@ def test_images_follow_their_documents(processor):
     assert len(counts) == 1
 
 
-def test_images_of_any_size_follow_their_documents(tmp_path):
-    processor = make_processor("qwen3-vl")
+@pytest.mark.parametrize("kind", ["internvl", "qwen3-vl"])
+def test_images_of_any_size_follow_their_documents(kind, tmp_path):
+    processor = make_processor(kind)
+    options = {"crop_to_patches": True} if kind == "internvl" else {}
     sizes = [(8, 40), (16, 16), (20, 30), (50, 9)]
     rows = []
     for n in range(16):
@@ -259,24 +261,42 @@ def test_images_of_any_size_follow_their_documents(tmp_path):
         files = [str(tmp_path / f"{n}-{k}.png") for k in range(n % 4)]
         rows.append(conversation([*own(*files), "which digit"], str(n)))
     save_processor(processor, tmp_path)
-    dataset = made(rows, tmp_path, shuffle=True, epochs=3, batch_size=2)
+    dataset = made(rows, tmp_path, length=96, shuffle=True, epochs=3, batch_size=2)
     shapes, packed = set(), 0
     for batch in dataset:
-        shapes.add((batch["pixel_values"].shape[1:], batch["image_grid_thw"].shape[1:]))
-        names = ("segments", "pixel_values", "image_grid_thw", "labels", "mask")
-        for segments, pixels, grids, labels, mask in zip(*map(batch.get, names), strict=True):
+        grids = batch.get("image_grid_thw", batch["segments"])
+        shapes.add((batch["pixel_values"].shape[1:], grids.shape[1:]))
+        arrays = (batch[name] for name in ("segments", "pixel_values", "labels", "mask"))
+        for segments, pixels, labels, mask, grid in zip(*arrays, grids, strict=True):
             given = []
             for number in range(1, segments.max() + 1):
                 answer = labels[mask & (segments == number)]
                 n = int(processor.tokenizer.decode(answer[:1]))
                 given += [picture(n, *sizes[(n + k) % 4]) for k in range(n % 4)]
             packed += segments.max() > 1
-            expected = processor.image_processor(given, return_tensors="np") if given else {}
-            for name, array in (("pixel_values", pixels), ("image_grid_thw", grids)):
+            expected: Any = {}
+            if given:
+                expected = processor.image_processor(given, return_tensors="np", **options)
+            kept = [("pixel_values", pixels), ("image_grid_thw", grid)]
+            for name, array in kept[: 1 + ("qwen" in kind)]:
                 count = len(expected.get(name, ()))
                 assert (array[:count] == expected.get(name, 0)).all()
                 assert not array[count:].any()
     assert len(shapes) == 1 and packed
+
+
+def test_tiles_are_those_of_an_upright_image(tmp_path):
+    # It lies on its side, where it would be one tile instead of three, and a tag says so.
+    exif, processor = Image.Exif(), make_processor("internvl")
+    exif[274] = 6
+    picture(0, 6, 9).save(tmp_path / "a.png", exif=exif)
+    for given in (tmp_path / "a.png", (tmp_path / "a.png").read_bytes()):
+        (batch,) = made([conversation([*own(given), "which"])], processor)
+        with Image.open(tmp_path / "a.png") as image:
+            upright = ImageOps.exif_transpose(image)
+        expected = processor.image_processor([upright], return_tensors="np", crop_to_patches=True)
+        assert batch["pixel_values"].shape[1] == 3
+        assert (batch["pixel_values"][0] == expected["pixel_values"]).all()
 
 
 def test_an_image_of_another_size_than_before_is_named(tmp_path):

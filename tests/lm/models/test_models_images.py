@@ -64,12 +64,12 @@ def by_name(model: Any, gradients: bool = False) -> dict[str, np.ndarray]:
     """Transformers' parameters, or their gradients, by the names of the files."""
     given = {name: p.grad if gradients else p for name, p in model.named_parameters()}
     found = {name: p.detach().numpy().copy() for name, p in given.items()}
-    # Transformers reads and writes only those of Gemma without this beginning.
-    start = "model." if model.config.model_type == "gemma3" else ""
+    # Transformers reads and writes those of these families without this beginning.
+    start = "model." if model.config.model_type in ("gemma3", "internvl") else ""
     return {n.removeprefix(start): array for n, array in named(found, model).items()}
 
 
-@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("kind", ["internvl", "qwen2.5-vl", "qwen3-vl"])
 def test_logits_and_gradients_are_those_of_transformers(kind, tmp_path):
     theirs, folder = checkpoint(tmp_path, kind)
     model, arrays = filled(models.load_pretrained(folder, images=True)), batch(kind=kind)
@@ -163,7 +163,7 @@ def test_packed_documents_are_as_each_alone(kind, tmp_path):
     # The last row's document, with one image, follows the first row's, with three.
     names = ("tokens", "pixel_values", "image_grid_thw")
     first, last = ([arrays[name][at] for name in names if name in arrays] for at in (0, 2))
-    counts = [len(first[0]), MOST if kind == "gemma3" else 108, MOST]
+    counts = [len(first[0]), 108 if "qwen" in kind else MOST, MOST]
     both = [np.concatenate(pair)[None] for pair in zip(first, last, strict=True)]
     for array, other, count in zip(both[1:], last[1:], counts[1:], strict=False):
         array[0, count : count + len(other)] = other
@@ -391,20 +391,25 @@ def test_configurations_that_are_not_supported_are_named(given, change, message,
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("kind", "change", "message"),
     [
-        ({"model_type": "clip"}, "clip.*qwen3_vl_vision"),
-        ({"num_heads": 5}, "`num_heads` = 5"),
-        ({"num_position_embeddings": 24}, "`num_position_embeddings` = 24"),
-        ({"out_hidden_size": 31}, "`out_hidden_size` = 31"),
-        ({"deepstack_visual_indexes": [0, 2]}, "`deepstack_visual_indexes`"),
-        ({"deepstack_visual_indexes": [1, 0]}, "`deepstack_visual_indexes`"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "`rope_type` = 'yarn'"),
-        ({"window_size": 16}, "fields.*window_size"),
+        ("qwen3-vl", {"model_type": "clip"}, "clip.*qwen3_vl_vision"),
+        ("qwen3-vl", {"num_heads": 5}, "`num_heads` = 5"),
+        ("qwen3-vl", {"num_position_embeddings": 24}, "`num_position_embeddings` = 24"),
+        ("qwen3-vl", {"out_hidden_size": 31}, "`out_hidden_size` = 31"),
+        ("qwen3-vl", {"deepstack_visual_indexes": [0, 2]}, "`deepstack_visual_indexes`"),
+        ("qwen3-vl", {"deepstack_visual_indexes": [1, 0]}, "`deepstack_visual_indexes`"),
+        ("qwen3-vl", {"rope_parameters": {"rope_type": "yarn"}}, "`rope_type` = 'yarn'"),
+        ("qwen3-vl", {"window_size": 16}, "fields.*window_size"),
+        ("internvl", {"norm_type": "batch_norm"}, "`norm_type` = 'batch_norm'"),
+        ("internvl", {"image_size": [16, 20]}, r"`image_size` = \[16, 20\]"),
+        ("internvl", {"image_size": 24}, "`image_seq_length` = 4"),
+        ("internvl", {"use_mean_pooling": False}, "`use_mean_pooling`"),
+        ("internvl", {"num_attention_heads": 5}, "`hidden_size`"),
     ],
 )
-def test_towers_that_are_not_supported_are_named(change, message, tmp_path):
-    _, folder = checkpoint(tmp_path / "given", "qwen3-vl")
+def test_towers_that_are_not_supported_are_named(kind, change, message, tmp_path):
+    _, folder = checkpoint(tmp_path / "given", kind)
     values = json.loads((folder / "config.json").read_text())
     check_refused(folder, {"vision_config": values["vision_config"] | change}, message, tmp_path)
 

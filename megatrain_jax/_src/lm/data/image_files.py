@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Int
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from megatrain_jax._src.common.outside import check_regular
@@ -116,34 +116,40 @@ def _referred(given: Any, folder: Path, origin: str, processor: "ImageProcessor"
             raise InvalidRow(_UNREADABLE, str(error)) from error
         # With a different palette, equal pixels are different colours.
         form = f"{given.mode} {given.size} {given.getpalette()} {given.info.get('transparency')}"
-        return ImageReference(
-            source=given,
-            digest=_hash(form.encode() + pixels),
-            origin=origin,
-            vectors=_vectors(given.size, processor),
-        )
+        digest, vectors = _hash(form.encode() + pixels), _vectors(given, processor)
+        return ImageReference(source=given, digest=digest, origin=origin, vectors=vectors)
     if not isinstance(given, str | PathLike | bytes):
         kinds = "a path, bytes or a PIL image"
         raise InvalidRow("an image of an unknown kind", f"{type(given).__name__} is not {kinds}")
     source = given if isinstance(given, bytes) else folder / Path(given).expanduser()
     try:
         with _opened(source) as image:
-            sides = image.size
+            vectors = _vectors(image, processor, turned=True)
         size = 0 if isinstance(source, bytes) else source.stat().st_size
+    except InvalidRow:
+        raise
     except Exception as error:  # see `open`
         raise InvalidRow(_UNREADABLE, str(error)) from error
     known = source if isinstance(source, bytes) else f"{source} {size}".encode()
-    vectors = _vectors(sides, processor)
     return ImageReference(source=source, digest=_hash(known), origin=origin, vectors=vectors)
 
 
-def _vectors(size: tuple[int, int], processor: "ImageProcessor") -> int:
-    width, height = size
-    try:
-        return processor.vectors(height, width)
-    except ValueError as error:
-        why = f"{width} × {height} pixels: {error}"
-        raise InvalidRow("an image of a size that the processor refuses", why) from error
+def _vectors(image: Image.Image, processor: "ImageProcessor", *, turned: bool = False) -> int:
+    """The number of vectors of an image, which `open` may have `turned` upright."""
+
+    def of(width: int, height: int) -> int:
+        try:
+            return processor.vectors(height, width)
+        except ValueError as error:
+            why = f"{width} × {height} pixels: {error}"
+            raise InvalidRow("an image of a size that the processor refuses", why) from error
+
+    width, height = image.size
+    found = of(width, height)
+    # Mostly it makes no difference, and to find the tag may mean to decode the image.
+    if turned and found != of(height, width):
+        found = of(*ImageOps.exif_transpose(image).size)
+    return found
 
 
 def _opened(source: Path | bytes) -> Image.Image:
@@ -211,6 +217,8 @@ class ImageProcessor(ABC):
     """
 
     begin: str
+    # What the whole processor passes to that of images.
+    _options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, processor: Any, names: Sequence[str]):
         """Takes a processor, and the names of the image tokens."""
@@ -250,14 +258,58 @@ class ImageProcessor(ABC):
 
     def _processed(self, images: Sequence[Image.Image]) -> Any:
         # As the whole processor passes it: released preprocessor files don't set this option.
-        return self._images(images=list(images), do_convert_rgb=True, return_tensors="np")
+        options = {"do_convert_rgb": True, "return_tensors": "np", **self._options}
+        return self._images(images=list(images), **options)
 
 
 class _OneSize(ImageProcessor):
-    """Images resized to one size, each with the same number of vectors."""
+    """Images, or tiles of images, of one size, each with the same number of vectors."""
+
+    def __init__(
+        self, processor: Any, placeholder: str, around: tuple[str, str], sequence: str, count: int
+    ):
+        """Takes a processor.
+
+        Args:
+            processor: The processor, or its parts.
+            placeholder: The token that stands for a vector.
+            around: The tokens before and after those of an image.
+            sequence: The tokens of an image as text; `count` placeholders stand for all its own.
+            count: Vectors of an image or a tile.
+        """
+        super().__init__(processor, [placeholder, *around])
+        self._placeholders, self._sequence, self._count = placeholder * count, sequence, count
+        self._shape = self._processed([Image.new("RGB", (32, 32))])["pixel_values"][0].shape
+
+    def vectors(self, height: int, width: int) -> int:
+        """Returns the number of vectors of an image."""
+        return self._count
+
+    def expanded(self, vectors: int) -> str:
+        """Returns the tokens of an image as text."""
+        tiles = vectors // self._count
+        return self._sequence.replace(self._placeholders, self._placeholders * tiles)
+
+    def arrays(
+        self, rows: Sequence[Sequence[ImageReference]], room: ImageRoom
+    ) -> dict[str, np.ndarray]:
+        """Opens images: `pixel_values`, (rows, images, channels, height, width)."""
+        shape = (len(rows), room.vectors // self._count, *self._shape)
+        result = np.zeros((shape[0], max(1, shape[1]), *self._shape), np.float32)
+        for row, images in zip(result, rows, strict=True):
+            if images:
+                found = self._processed([image.open() for image in images])
+                tiles = found.get("num_patches", np.ones(len(images), int))
+                _check_vectors(images, self._count * np.asarray(tiles))
+                row[: sum(tiles)] = found["pixel_values"]
+        return {"pixel_values": result}
+
+
+class _Gemma(_OneSize):
+    """Images resized to one size."""
 
     def __init__(self, processor: Any):
-        """Takes the processor of Gemma 3.
+        """Takes the processor.
 
         Raises:
             ValueError: If it divides images into crops.
@@ -267,36 +319,28 @@ class _OneSize(ImageProcessor):
                 "`processor` divides images into crops (`do_pan_and_scan`), which isn't supported: "
                 "set it to false in preprocessor_config.json"
             )
+        tokenizer, sequence = processor.tokenizer, processor.full_image_sequence
+        placeholder, self.begin = tokenizer.image_token, processor.boi_token
+        around = tokenizer.boi_token, tokenizer.eoi_token
+        super().__init__(processor, placeholder, around, sequence, sequence.count(placeholder))
+
+
+class _InternVL(_OneSize):
+    """Images divided into tiles of one size, with a tile that shows the whole image."""
+
+    _options: ClassVar[dict[str, Any]] = {"crop_to_patches": True}
+
+    def __init__(self, processor: Any):
+        """Takes the processor, or its parts."""
         tokenizer = processor.tokenizer
-        names = (tokenizer.boi_token, tokenizer.image_token, tokenizer.eoi_token)
-        super().__init__(processor, names)
-        self.begin = processor.boi_token
-        self._sequence: str = processor.full_image_sequence
-        self._count = self._sequence.count(tokenizer.image_token)
-        self._shape = self._pixels([Image.new("RGB", (32, 32))]).shape[1:]
+        self.begin, count = tokenizer.context_image_token, processor.image_seq_length
+        around = start, end = tokenizer.start_image_token, tokenizer.end_image_token
+        super().__init__(processor, self.begin, around, start + self.begin * count + end, count)
 
     def vectors(self, height: int, width: int) -> int:
         """Returns the number of vectors of an image."""
-        return self._count
-
-    def expanded(self, vectors: int) -> str:
-        """Returns the tokens of an image as text."""
-        return self._sequence
-
-    def arrays(
-        self, rows: Sequence[Sequence[ImageReference]], room: ImageRoom
-    ) -> dict[str, np.ndarray]:
-        """Opens images: `pixel_values`, (rows, images, channels, height, width)."""
-        result = np.zeros((len(rows), room.images, *self._shape), np.float32)
-        for row, images in zip(result, rows, strict=True):
-            if images:
-                row[: len(images)] = self._pixels([image.open() for image in images])
-        return {"pixel_values": result}
-
-    def _pixels(
-        self, images: Sequence[Image.Image]
-    ) -> Float32[np.ndarray, "n channels height width"]:
-        return np.asarray(self._processed(images)["pixel_values"], np.float32)
+        tiles = self._images.get_number_of_image_patches(height, width, self._options)
+        return self._count * tiles
 
 
 class _AnySize(ImageProcessor):
@@ -331,19 +375,24 @@ class _AnySize(ImageProcessor):
                 continue
             found = self._processed([image.open() for image in images])
             sizes = np.asarray(found["image_grid_thw"])
-            for image, count in zip(images, sizes.prod(axis=1) // self._each, strict=True):
-                if count != image.vectors:
-                    raise ValueError(
-                        f"an image of {image.origin} now has {count:,} vectors instead of "
-                        f"{image.vectors:,}: don't change images while a dataset is used"
-                    )
+            _check_vectors(images, sizes.prod(axis=1) // self._each)
             patches[row, : sizes.prod(axis=1).sum()] = found["pixel_values"]
             grids[row, : len(images)] = sizes
         return {"pixel_values": patches, "image_grid_thw": grids}
 
 
-_KINDS: dict[str, type[_OneSize | _AnySize]] = {
-    "Gemma3Processor": _OneSize,
+def _check_vectors(images: Sequence[ImageReference], counts: Int[np.ndarray, " images"]) -> None:
+    for image, count in zip(images, counts, strict=True):
+        if count != image.vectors:
+            raise ValueError(
+                f"an image of {image.origin} now has {count:,} vectors instead of "
+                f"{image.vectors:,}: don't change images while a dataset is used"
+            )
+
+
+_KINDS: dict[str, type[_Gemma | _InternVL | _AnySize]] = {
+    "Gemma3Processor": _Gemma,
+    "InternVLProcessor": _InternVL,
     "Qwen2_5_VLProcessor": _AnySize,
     "Qwen3VLProcessor": _AnySize,
 }
@@ -383,7 +432,7 @@ def _loaded(given: str | PathLike[str]) -> tuple[str, Any]:
     try:
         # Imported only here, because it imports PyTorch if that is installed.
         transformers = importlib.import_module("transformers")
-        if _KINDS.get(str(kind)) is not _AnySize:
+        if _KINDS.get(str(kind), _Gemma) is _Gemma:
             processor = transformers.AutoProcessor.from_pretrained(str(folder), **options)
             return type(processor).__name__, processor
         # The whole processor also has one of videos, which needs Torchvision.
@@ -393,8 +442,7 @@ def _loaded(given: str | PathLike[str]) -> tuple[str, Any]:
         raise ValueError(f"`processor` = {folder}: Transformers can't load it: {why}") from error
     template = folder / "chat_template.json"
     written = read_json(template).get("chat_template") if template.is_file() else None
-    return str(kind), SimpleNamespace(
-        image_processor=images,
-        tokenizer=tokenizer,
-        chat_template=tokenizer.chat_template or written,
-    )
+    parts = {"image_processor": images, "tokenizer": tokenizer}
+    parts["chat_template"] = tokenizer.chat_template or written
+    length = next((x["image_seq_length"] for x in read if "image_seq_length" in x), 256)
+    return str(kind), SimpleNamespace(**parts, image_seq_length=length)

@@ -634,7 +634,7 @@ def image_chat(
     workers: int = 2,
     progress: bool = True,
 ) -> Dataset:
-    """Makes packed batches of conversations with images, for Gemma 3 and Qwen's models.
+    """Makes packed batches of conversations with images, for vision-language models.
 
     Rows have the formats of `chat`. An image is a part of a user's message, ``{"type": "image",
     "image": IMAGE}``, or the row has a column `images` with a list of them, or `image`: they belong
@@ -643,12 +643,12 @@ def image_chat(
     at the folder of its data file. Rows without images may be among them.
 
     Batches also have `pixel_values`, float32. For Gemma 3 it is (batch_size, images, channels,
-    height, width): the images of each row in order, and zeros behind them. For Qwen2.5-VL, Qwen3-VL
-    and Qwen3.5 it is (batch_size, patches, numbers): the patches of these images after each other,
-    as their processor makes them; `image_grid_thw`, int32 (batch_size, images, 3), has the number
-    of patches of each image along time, height and width. `images` and `patches` are the same in
-    all batches, the largest numbers that a row of this packing can have. Tokens of images are never
-    labels.
+    height, width): the images of each row in order, and zeros behind them; for InternVL, their
+    tiles. For Qwen2.5-VL, Qwen3-VL and Qwen3.5 it is (batch_size, patches, numbers): the patches of
+    these images after each other, as their processor makes them; `image_grid_thw`, int32
+    (batch_size, images, 3), has the number of patches of each image along time, height and width.
+    `images` and `patches` are the same in all batches, the largest numbers that a row of this
+    packing can have. Tokens of images are never labels.
 
     Tokens and references to images are kept in host memory; each image is opened, resized and
     normalised for its batch. Images given as bytes or by PIL stay in memory. Pixels are those of
@@ -659,7 +659,8 @@ def image_chat(
     Args:
         source: See `chat`.
         processor: The folder of the checkpoint, its name on the Hugging Face Hub, or a
-            `Gemma3Processor`, `Qwen2_5_VLProcessor` or `Qwen3VLProcessor` of Transformers.
+            `Gemma3Processor`, `InternVLProcessor`, `Qwen2_5_VLProcessor` or `Qwen3VLProcessor` of
+            Transformers.
         length: See `chat`. A conversation is never cut.
         batch_size: See `chat`.
         seed: See `chat`.

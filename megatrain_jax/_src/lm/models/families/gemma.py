@@ -1,9 +1,7 @@
 """Gemma 1 to 3, and Gemma 3's vision part.
 
-The 1B model of Gemma 3 is only a decoder; all larger models also have a SigLIP tower (a transformer
-over the patches of an image, arXiv 2303.15343), and a projector to the decoder's width. The tower's
-attributes are named as in checkpoints, except `blocks`, which are `encoder.layers` there: patterns
-for the decoder's layers, such as `layers/.*/q_proj`, don't match the tower.
+The 1B model of Gemma 3 is only a decoder; all larger models also have a SigLIP tower and a
+projector to the decoder's width.
 """
 
 import math
@@ -11,59 +9,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from megatrain_jax._src.lm.models import hf_common
-from megatrain_jax._src.lm.models.causal_attention import full_attention
 from megatrain_jax._src.lm.models.decoder_options import (
     DecoderOptions,
     ParameterMaker,
 )
+from megatrain_jax._src.lm.models.families.patch_tower import Tower, TowerConfig, Vision
 from megatrain_jax._src.lm.models.family import Family, multimodal_family
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.images import FixedImages
-from megatrain_jax._src.lm.models.layers import BiasedMLP, LayerNorm, Linear, RMSNorm
+from megatrain_jax._src.lm.models.layers import RMSNorm
 
 _SIGLIP = "siglip_vision_model"
-Hidden = Float[Array, "images patches width"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SiglipConfig:
-    """The sizes of a SigLIP tower.
-
-    Attributes:
-        hidden_size: Width of the hidden states.
-        intermediate_size: Width inside an MLP.
-        num_layers: Number of layers.
-        num_heads: Number of heads; divides `hidden_size`.
-        channels: Channels of an image.
-        image_size: Height and width of an image, in pixels.
-        patch_size: Height and width of a patch.
-        activation: See `DecoderConfig`.
-        norm_eps: Number that norms add to the variance.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    channels: int
-    image_size: int
-    patch_size: int
-    activation: str
-    norm_eps: float
-
-    @property
-    def patches_per_side(self) -> int:
-        """The number of patches along a side of an image."""
-        return self.image_size // self.patch_size
-
-
-def read_siglip(fields: Fields) -> SiglipConfig:
+def read_siglip(fields: Fields) -> TowerConfig:
     """Reads the `vision_config` of a checkpoint.
 
     Raises:
@@ -75,7 +39,7 @@ def read_siglip(fields: Fields) -> SiglipConfig:
         raise ValueError(f"`model_type` = {kind!r} of `vision_config` isn't {_SIGLIP}")
     hf_common.refuse_unsupported(fields)
     fields.take("vision_use_head", True)  # images become the hidden states before that head
-    config = SiglipConfig(
+    config = TowerConfig(
         hidden_size=fields.integer("hidden_size", 768),
         intermediate_size=fields.integer("intermediate_size", 3072),
         num_layers=fields.integer("num_hidden_layers", 12),
@@ -95,117 +59,6 @@ def read_siglip(fields: Fields) -> SiglipConfig:
     return config
 
 
-class PatchEmbedding(nnx.Module):
-    """A product with each patch: a convolution without overlap, (out, channels, size, size)."""
-
-    def __init__(self, config: SiglipConfig, make: ParameterMaker):
-        """Makes the parameters."""
-        size = config.patch_size
-        self.size, self.sides = size, config.patches_per_side
-        self.weight = make.weight(config.hidden_size, config.channels, size, size)
-        self.bias = make.constant(0.0, config.hidden_size)
-
-    def __call__(self, pixels: Float[Array, "images channels height width"]) -> Hidden:
-        """Embeds the patches of each image, row by row."""
-        images, channels, *_ = pixels.shape
-        used = self.sides * self.size
-        split = pixels[:, :, :used, :used].reshape(
-            images, channels, self.sides, self.size, self.sides, self.size
-        )
-        patches = split.transpose(0, 2, 4, 1, 3, 5).reshape(images, self.sides**2, -1)
-        weight = self.weight[...]
-        matrix = weight.reshape(weight.shape[0], -1)
-        products = jax.lax.dot_general(
-            patches.astype(matrix.dtype), matrix, (((2,), (1,)), ((), ()))
-        )
-        return products + self.bias[...]
-
-
-class PositionEmbedding(nnx.Module):
-    """A vector for each place of a patch."""
-
-    def __init__(self, config: SiglipConfig, make: ParameterMaker):
-        """Makes the vectors."""
-        self.weight = make.weight(config.patches_per_side**2, config.hidden_size)
-
-
-class Embeddings(nnx.Module):
-    """The hidden states that the first layer reads."""
-
-    def __init__(self, config: SiglipConfig, make: ParameterMaker):
-        """Makes the parameters."""
-        self.patch_embedding = PatchEmbedding(config, make)
-        self.position_embedding = PositionEmbedding(config, make)
-
-    def __call__(self, pixels: Float[Array, "images channels height width"]) -> Hidden:
-        """Embeds patches and adds the vectors of their places."""
-        return self.patch_embedding(pixels) + self.position_embedding.weight[...]
-
-
-class SiglipAttention(nnx.Module):
-    """Attention of every patch to all patches of its image."""
-
-    def __init__(self, config: DecoderOptions, make: ParameterMaker):
-        """Makes the parameters."""
-        self.num_heads, wide = config.num_heads, config.hidden_size
-        self.q_proj = Linear(wide, wide, make, bias=True)
-        self.k_proj = Linear(wide, wide, make, bias=True)
-        self.v_proj = Linear(wide, wide, make, bias=True)
-        self.out_proj = Linear(wide, wide, make, bias=True)
-
-    def __call__(self, x: Hidden) -> Hidden:
-        """Mixes the patches of each image."""
-        q, k, v = (
-            project(x).reshape(*x.shape[:2], self.num_heads, -1)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return self.out_proj(full_attention(q, k, v).reshape(x.shape))
-
-
-class SiglipBlock(nnx.Module):
-    """Attention, then an MLP, each after a norm and with a residual connection."""
-
-    def __init__(self, config: DecoderOptions, make: ParameterMaker):
-        """Makes the parameters."""
-        self.layer_norm1 = LayerNorm(config.hidden_size, config, make)
-        self.self_attn = SiglipAttention(config, make)
-        self.layer_norm2 = LayerNorm(config.hidden_size, config, make)
-        self.mlp = BiasedMLP(config, make)
-
-    def __call__(self, x: Hidden) -> Hidden:
-        """Returns the layer's result."""
-        x = x + self.self_attn(self.layer_norm1(x))
-        return x + self.mlp(self.layer_norm2(x))
-
-
-class SiglipTower(nnx.Module):
-    """Images to the hidden states of their patches."""
-
-    def __init__(self, config: SiglipConfig, decoder: DecoderOptions, make: ParameterMaker):
-        """Makes the parameters; layers have the options of `decoder` that are not SigLIP's own."""
-        own = replace(
-            decoder,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_heads,
-            activation=config.activation,
-            norm_eps=config.norm_eps,
-            norm_offset=0.0,
-            norm_bias=True,
-        )
-        self.embeddings = Embeddings(config, make)
-        self.blocks = nnx.List([SiglipBlock(own, make) for _ in range(config.num_layers)])
-        self.post_layernorm = LayerNorm(config.hidden_size, own, make)
-
-    def __call__(self, pixels: Float[Array, "images channels height width"]) -> Hidden:
-        """Returns the hidden states of all patches, row by row, after the last norm."""
-        x = self.embeddings(pixels)
-        for block in self.blocks:
-            x = block(x)
-        return self.post_layernorm(x)
-
-
 # Older checkpoints have the tower's tensors inside a further module.
 _INSIDE = "vision_model."
 
@@ -219,12 +72,12 @@ class Gemma3VisionConfig(FixedImages):
         inside: Part of the names of the tower's tensors in the checkpoint.
     """
 
-    tower: SiglipConfig
+    tower: TowerConfig
     inside: str = field(default="", compare=False)
 
-    def make(self, decoder: DecoderOptions, make: ParameterMaker) -> "Gemma3Vision":
+    def make(self, decoder: DecoderOptions, make: ParameterMaker) -> Vision:
         """Makes the module."""
-        return Gemma3Vision(self, decoder, make)
+        return Vision(Tower(self.tower, decoder, make), Projector(self, decoder, make))
 
     def as_in(self, names: frozenset[str]) -> "Gemma3VisionConfig":
         """Returns the configuration for a checkpoint whose tensors have these names."""
@@ -292,21 +145,6 @@ class Projector(nnx.Module):
         squares = x.reshape(images, self.side, square, self.side, square, width)
         means = jnp.mean(squares, axis=(2, 4)).reshape(images, -1, width)
         return self.mm_soft_emb_norm(means) @ self.mm_input_projection_weight[...]
-
-
-class Gemma3Vision(nnx.Module):
-    """Images to vectors in place of their placeholders' embeddings."""
-
-    def __init__(self, config: Gemma3VisionConfig, decoder: DecoderOptions, make: ParameterMaker):
-        """Makes the parameters."""
-        self.tower = SiglipTower(config.tower, decoder, make)
-        self.projector = Projector(config, decoder, make)
-
-    def __call__(
-        self, pixels: Float[Array, "images channels height width"]
-    ) -> Float[Array, "images vectors wide"]:
-        """Returns the vectors of each image."""
-        return self.projector(self.tower(pixels))
 
 
 def _gemma(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,222 @@
+"""A vision tower for images of one size: a transformer over the patches of an image.
+
+SigLIP (arXiv 2303.15343) has a vector for each place, and a norm behind the blocks. InternViT
+(arXiv 2312.14238) has one more token, and factors of what a block adds. Attributes are as in SigLIP
+checkpoints, except `blocks`, which are `encoder.layers` there: patterns for the decoder's layers,
+such as `layers/.*/q_proj`, don't match the tower.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from megatrain_jax._src.lm.models.causal_attention import full_attention
+from megatrain_jax._src.lm.models.decoder_options import DecoderOptions, ParameterMaker
+from megatrain_jax._src.lm.models.layers import (
+    BiasedMLP,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    make_norm,
+)
+
+Hidden = Float[Array, "images patches width"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerConfig:
+    """The sizes of a tower.
+
+    Attributes:
+        hidden_size: Width of the hidden states.
+        intermediate_size: Width inside an MLP.
+        num_layers: Number of layers.
+        num_heads: Number of heads; divides `hidden_size`.
+        channels: Channels of an image.
+        image_size: Height and width of an image, in pixels.
+        patch_size: Height and width of a patch.
+        activation: See `DecoderConfig`.
+        norm_eps: Number that norms add to the variance.
+        norm: Kind of the norms; see `DecoderConfig`.
+        qkv_bias: Whether queries, keys and values have a bias.
+        qk_norm: Whether queries and keys are normalised, all heads together.
+        scale: Fresh factor of what a block adds, which is trained; None for no factors.
+        first: Whether a further token precedes the patches; without it, a norm follows the blocks.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    channels: int
+    image_size: int
+    patch_size: int
+    activation: str
+    norm_eps: float
+    norm: Literal["rms", "layer"] = "layer"
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    scale: float | None = None
+    first: bool = False
+
+    @property
+    def patches_per_side(self) -> int:
+        """The number of patches along a side of an image."""
+        return self.image_size // self.patch_size
+
+
+class PatchEmbedding(nnx.Module):
+    """A product with each patch: a convolution without overlap, (out, channels, size, size)."""
+
+    def __init__(self, config: TowerConfig, make: ParameterMaker):
+        """Makes the parameters."""
+        size = config.patch_size
+        self.size, self.sides = size, config.patches_per_side
+        self.weight = make.weight(config.hidden_size, config.channels, size, size)
+        self.bias = make.constant(0.0, config.hidden_size)
+
+    def __call__(self, pixels: Float[Array, "images channels height width"]) -> Hidden:
+        """Embeds the patches of each image, row by row."""
+        images, channels, *_ = pixels.shape
+        used = self.sides * self.size
+        split = pixels[:, :, :used, :used].reshape(
+            images, channels, self.sides, self.size, self.sides, self.size
+        )
+        patches = split.transpose(0, 2, 4, 1, 3, 5).reshape(images, self.sides**2, -1)
+        weight = self.weight[...]
+        matrix = weight.reshape(weight.shape[0], -1)
+        products = jax.lax.dot_general(
+            patches.astype(matrix.dtype), matrix, (((2,), (1,)), ((), ()))
+        )
+        return products + self.bias[...]
+
+
+class PositionEmbedding(nnx.Module):
+    """A vector for each place of a patch."""
+
+    def __init__(self, config: TowerConfig, make: ParameterMaker):
+        """Makes the vectors."""
+        self.weight = make.weight(config.patches_per_side**2, config.hidden_size)
+
+
+class Embeddings(nnx.Module):
+    """The hidden states that the first layer reads."""
+
+    def __init__(self, config: TowerConfig, make: ParameterMaker):
+        """Makes the parameters."""
+        self.patch_embedding = PatchEmbedding(config, make)
+        self.first = config.first
+        if config.first:
+            places = config.patches_per_side**2 + 1
+            self.cls_token = make.weight(1, 1, config.hidden_size)
+            self.position_embeddings = make.weight(1, places, config.hidden_size)
+        else:
+            self.position_embedding = PositionEmbedding(config, make)
+
+    def __call__(self, pixels: Float[Array, "images channels height width"]) -> Hidden:
+        """Embeds patches and adds the vectors of their places."""
+        x = self.patch_embedding(pixels)
+        if not self.first:
+            return x + self.position_embedding.weight[...]
+        first = jnp.broadcast_to(self.cls_token[...], (len(x), 1, x.shape[2]))
+        return jnp.concatenate([first, x], axis=1) + self.position_embeddings[...]
+
+
+class PatchAttention(nnx.Module):
+    """Attention of every patch to all patches of its image."""
+
+    def __init__(self, config: DecoderOptions, make: ParameterMaker):
+        """Makes the parameters."""
+        self.num_heads, wide = config.num_heads, config.hidden_size
+        self.q_proj = Linear(wide, wide, make, bias=config.qkv_bias)
+        self.k_proj = Linear(wide, wide, make, bias=config.qkv_bias)
+        self.v_proj = Linear(wide, wide, make, bias=config.qkv_bias)
+        self.out_proj = Linear(wide, wide, make, bias=True)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            norm = replace(config, norm_eps=1e-6)
+            self.q_norm, self.k_norm = RMSNorm(wide, norm, make), RMSNorm(wide, norm, make)
+
+    def __call__(self, x: Hidden) -> Hidden:
+        """Mixes the patches of each image."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.reshape(*x.shape[:2], self.num_heads, -1) for y in (q, k, v))
+        return self.out_proj(full_attention(q, k, v).reshape(x.shape))
+
+
+class Block(nnx.Module):
+    """Attention, then an MLP, each after a norm and with a residual connection."""
+
+    def __init__(self, config: DecoderOptions, scale: float | None, make: ParameterMaker):
+        """Makes the parameters; `scale` is that of `TowerConfig`."""
+        self.layer_norm1 = make_norm(config.hidden_size, config, make)
+        self.self_attn = PatchAttention(config, make)
+        self.layer_norm2 = make_norm(config.hidden_size, config, make)
+        self.mlp = BiasedMLP(config, make)
+        self.scaled = scale is not None
+        if scale is not None:
+            self.lambda_1 = make.constant(scale, config.hidden_size)
+            self.lambda_2 = make.constant(scale, config.hidden_size)
+
+    def __call__(self, x: Hidden) -> Hidden:
+        """Returns the layer's result."""
+        y = self.self_attn(self.layer_norm1(x))
+        x = x + (y * self.lambda_1[...] if self.scaled else y)
+        y = self.mlp(self.layer_norm2(x))
+        return x + (y * self.lambda_2[...] if self.scaled else y)
+
+
+class Tower(nnx.Module):
+    """Images to the hidden states of their patches."""
+
+    def __init__(self, config: TowerConfig, decoder: DecoderOptions, make: ParameterMaker):
+        """Makes the parameters; blocks have the options of `decoder` that are not their own."""
+        own = replace(
+            decoder,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_heads,
+            activation=config.activation,
+            norm_eps=config.norm_eps,
+            norm=config.norm,
+            norm_offset=0.0,
+            norm_in_fp32=False,
+            norm_bias=True,
+            qkv_bias=config.qkv_bias,
+            qk_norm=config.qk_norm,
+        )
+        self.embeddings = Embeddings(config, make)
+        blocks = [Block(own, config.scale, make) for _ in range(config.num_layers)]
+        self.blocks = nnx.List(blocks)
+        self.first = config.first
+        if not config.first:
+            self.post_layernorm = LayerNorm(config.hidden_size, own, make)
+
+    def __call__(self, pixels: Float[Array, "images channels height width"]) -> Hidden:
+        """Returns the hidden states of all patches, row by row, after the last block or norm."""
+        x = self.embeddings(pixels)
+        for block in self.blocks:
+            x = block(x)
+        return x[:, 1:] if self.first else self.post_layernorm(x)
+
+
+class Vision(nnx.Module):
+    """Images to vectors in place of their placeholders' embeddings."""
+
+    def __init__(self, tower: Tower, projector: nnx.Module):
+        """Takes both modules."""
+        self.tower: Any = tower
+        self.projector: Any = projector
+
+    def __call__(
+        self, pixels: Float[Array, "images channels height width"]
+    ) -> Float[Array, "images vectors wide"]:
+        """Returns the vectors of each image."""
+        return self.projector(self.tower(pixels))
