@@ -102,3 +102,13 @@ def test_a_run_refuses_a_batch_of_another_vocabulary(name):
     with refuses(ValueError, f"'{name}'", 1, 12, 2):
         trainer.step(spoiled)
     assert np.isfinite(trainer.read(trainer.step(make_batch(2)))["loss"])
+
+
+def test_logits_at_a_place_are_those_of_the_row():
+    model = build()
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (3, 6)).astype(np.int32)
+    places = np.array([5, 0, 2], np.int32)
+    expected = model(tokens)[np.arange(3), places]
+    np.testing.assert_allclose(model.logits_at(tokens, places), expected, rtol=1e-5, atol=1e-6)
+    with refuses(ValueError, "`places`", (2,), (3,)):
+        model.logits_at(tokens, places[:2])

@@ -16,6 +16,7 @@ from inside import engine_of, spec_of, store_of
 from megatrain_jax import models
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.kernels import steps as step_kernels
+from megatrain_jax._src.lm.models.generation.caches import _matrix_of
 from megatrain_jax._src.lm.models.lora import adapted_modules, merged_matrix
 from messages import refuses
 from optimizers import EPS
@@ -346,3 +347,12 @@ def test_adapters_of_a_decoder_learn_in_float16_as_in_float32(monkeypatch):
         assert not ours["skipped"]
         np.testing.assert_allclose(ours["loss"], exact["loss"], rtol=1e-3)
         np.testing.assert_allclose(ours["grad_norm"], exact["grad_norm"], rtol=1e-2)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_matrix_read_in_generation_has_its_adapters(dora: bool):
+    build = models.lora(decoder, targets="layers/1/self_attn/k_proj", dora=dora, rank=2).model
+    linear = randomised(build()).layers[1].self_attn.k_proj
+    x = np.random.default_rng(2).normal(size=(3, linear.weight.shape[1])).astype(np.float32)
+    np.testing.assert_allclose(linear(x), x @ _matrix_of(linear).T, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(linear(x), x @ linear.weight[...].T, rtol=1e-2)
