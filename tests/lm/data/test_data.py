@@ -335,6 +335,18 @@ def test_cut_keeps_the_beginning_and_drop_drops(tmp_path: Path):
     assert tells(str(cut.summary), "cut")
 
 
+@pytest.mark.parametrize("invalid", ["error", "drop"])
+def test_a_conversation_that_is_cut_before_its_answer_is_left_out(invalid: str):
+    rows = [
+        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "cat"}]}
+        for asked in ("the", "the cat " * 50)
+    ]
+    kept = load(rows, length=64, too_long="cut", invalid=invalid)
+    assert documents(kept) == documents(load(rows[:1], length=64))
+    ((why, count),) = kept.summary.left_out.items()
+    assert tells(why, "`length`") and count == 1 and kept.summary.num_cut == 0
+
+
 def test_split_learns_every_token_but_the_first(tmp_path: Path):
     messages = conversations(10)
     path = write(tmp_path / "a.jsonl", [openai(one) for one in messages])
