@@ -364,8 +364,9 @@ def full_attention(
             return attention_kernel.attend(q, k, v, None, causal=False)[..., :head_dim]
         mixed = jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="cudnn")
         return mixed[..., :head_dim]
-    piece = piece_of(q.shape)
-    spans = ((0, length),) if near is None else tuple(spans_of(length, min(piece, near)))
+    keys = length if near is None else -(-length // _MAX_SPANS) + 2 * near
+    piece = min(length, piece_of((q.shape[0], keys, *q.shape[2:])))
+    spans = ((0, length),) if near is None else tuple(spans_of(length, piece))
     # All tokens are one image.
     images = jnp.ones(q.shape[:2], jnp.int32)
     ahead = length if near is None else near
