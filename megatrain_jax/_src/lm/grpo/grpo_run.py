@@ -443,8 +443,6 @@ def train_grpo(
         **settings,
     )
     rollouts.use(trainer, progress=progress and trainer.processes.is_first)
-    # Freed for the run, because they may hold all parameters as arrays.
-    del model, trained, params
     return mt.train(
         trainer,
         rollouts,

@@ -602,20 +602,10 @@ def generate(
         MemoryError: If not even one text fits on the device, or the completions don't fit in host
             memory.
     """
-    given = {"tokenizer": tokenizer, "dtype": dtype, "device_budget": device_budget}
-    with Generator(source, **given, params=params) as generator:
-        return generator.generate(
-            prompts,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            stop=stop,
-            seed=seed,
-            num_samples=num_samples,
-            max_batch=max_batch,
-            on_text=on_text,
-        )
+    given = locals()
+    of_generator = ("source", "tokenizer", "dtype", "device_budget", "params")
+    with Generator(**{name: given.pop(name) for name in of_generator}) as generator:
+        return generator.generate(**given)
 
 
 def _check_count(num_samples: int, num_prompts: int, length: int) -> None:
