@@ -48,7 +48,6 @@ ALIKE = (
     "ernie4.5",
     "glm4-moe-lite",
     "internvl",
-    "internvl-qwen3",
     "qwen2.5-vl",
     "qwen3-vl",
     "granite4-dense",

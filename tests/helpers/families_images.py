@@ -63,16 +63,6 @@ IMAGES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         2,
     ),
-    "internvl-qwen3": (
-        "InternVL",
-        {
-            "text_config": {"model_type": "qwen3", "head_dim": 8},
-            "vision_config": _VISION,
-            "image_seq_length": 1,
-            "tie_word_embeddings": False,
-        },
-        1,
-    ),
     "qwen3.5-multimodal": (
         "Qwen3_5",
         {
