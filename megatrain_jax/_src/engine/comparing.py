@@ -139,7 +139,8 @@ def compare_plans(
         >>> [(n, p.host_bytes // p.num_parameters) for n, p in plans.items()]
         [(('adamw',), 12), (('lion',), 8)]
     """
-    given = {k: v for k, v in locals().items() if k != "over"}
+    given = dict(locals())
+    del given["over"]
     parameters = inspect.signature(compare_plans).parameters
     fixed = {k: v for k, v in given.items() if v is not parameters[k].default}
     axes = _axes(over)

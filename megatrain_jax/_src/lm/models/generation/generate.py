@@ -602,7 +602,7 @@ def generate(
         MemoryError: If not even one text fits on the device, or the completions don't fit in host
             memory.
     """
-    given = locals()
+    given = dict(locals())  # a copy, as debuggers update the original
     of_generator = ("source", "tokenizer", "dtype", "device_budget", "params")
     with Generator(**{name: given.pop(name) for name in of_generator}) as generator:
         return generator.generate(**given)
