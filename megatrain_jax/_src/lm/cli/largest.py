@@ -33,7 +33,7 @@ _POWER, _LEAST_SHARE, _LEAST_EXCESS = 2, 0.4, 1.1
 _STRIDE = 0.25
 # If the state takes more than this fraction of the host, activations and gradients may not fit.
 _NEARLY_FULL = 0.7
-# A large model's host bytes per parameter may be this factor smaller than a small model's.
+# Host bytes per parameter of two models may differ by this factor.
 _SLACK = 1.02
 # Later layers may be this factor smaller than the first ones.
 _UNEQUAL = 1.25
@@ -173,9 +173,9 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
         return planner.plan(with_few_layers(config_of(name), least), rows, 128, least=True)
 
     small = of_few_layers("Llama-3.2-1B", _UNKNOWN_LAYERS)
-    most = _SLACK * _most_state_bytes(small) * small.num_parameters / small.host_bytes
+    filling = _most_state_bytes(small) * small.num_parameters / small.host_bytes
     by_size = {known.num_parameters: name for name, known in known_models().items()}
-    sizes = sorted(size for size in by_size if size <= most)
+    sizes = sorted(size for size in by_size if size <= _SLACK * filling)
 
     @functools.cache
     def planned(size: int) -> Plan:
@@ -183,9 +183,10 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
 
     def share(size: int) -> float:
         # The whole model takes seconds to plan; a few layers tell whether its state is too large.
-        few = of_few_layers(by_size[size])
-        if (least := _least_state_bytes(few, size) / _most_state_bytes(few)) > 1:
-            return least
+        if _SLACK * size > filling:
+            few = of_few_layers(by_size[size])
+            if (least := _least_state_bytes(few, size) / _most_state_bytes(few)) > 1:
+                return least
         # Schedules adapt to the host's memory: its fraction in use says nothing about the limit.
         return 1.5 if planned(size).fits_host is False else 0.5
 
