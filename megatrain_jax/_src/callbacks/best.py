@@ -78,8 +78,7 @@ class _Best:
     """
 
     def __init__(self, metric: Any, mode: Any, min_delta: Any):
-        if not isinstance(metric, str):
-            raise TypeError(checks.refused("metric", "the name of a metric", metric))
+        checks.instance("metric", metric, str, "the name of a metric")
         checks.word("mode", mode, ("auto", "min", "max"))
         mode = _mode_of(metric) if mode == "auto" else mode
         self.metric, self._sign = metric, -1.0 if mode == "max" else 1.0

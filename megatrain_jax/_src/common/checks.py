@@ -12,12 +12,13 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from megatrain_jax._src.common.sizes import bytes_of, sized
 
+_T = TypeVar("_T")
 # Python treats Booleans as integers, but nobody means one as a number of steps or bytes.
 _BOOLEANS = (bool, np.bool_)
 
@@ -172,6 +173,23 @@ def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, _BOOLEANS):
         raise TypeError(refused(name, "True or False", value))
     return bool(value)
+
+
+def instance(name: str, value: Any, kind: type[_T], allowed: str) -> _T:
+    """Returns a value of a class.
+
+    Args:
+        name: The argument.
+        value: The value given.
+        kind: The class.
+        allowed: The class in words, for the message.
+
+    Raises:
+        TypeError: If it is none of this class.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(refused(name, allowed, value))
+    return value
 
 
 def word(name: str, value: Any, known: Iterable[str], other: str = "") -> str:

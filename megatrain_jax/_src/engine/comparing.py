@@ -156,8 +156,7 @@ def compare_plans(
 
 def _axes(over: Any) -> dict[str, dict[str, Any]]:
     """The values of each argument, by name."""
-    if not isinstance(over, Mapping):
-        raise TypeError(checks.refused("over", "a mapping from arguments to their values", over))
+    checks.instance("over", over, Mapping, "a mapping from arguments to their values")
     parameters = inspect.signature(plan).parameters.values()
     known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
     if not over:

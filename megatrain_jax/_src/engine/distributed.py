@@ -263,8 +263,7 @@ def _processes() -> Processes:
 
 def _checked_arguments(address: Any, count: Any, index: Any) -> dict[str, Any]:
     if address is not None:
-        if not isinstance(address, str):
-            raise TypeError(checks.refused("coordinator_address", "a text", address))
+        checks.instance("coordinator_address", address, str, "a text")
         if not address.rpartition(":")[2].isdigit() or not address.rpartition(":")[0]:
             allowed = 'a host and a port, such as "node0:12345"'
             raise ValueError(checks.refused("coordinator_address", allowed, address))

@@ -326,8 +326,7 @@ def card(name: str) -> Hardware:
         >>> card("rtx-4090").device_bytes // 2**30
         24
     """
-    if not isinstance(name, str):
-        raise TypeError(checks.refused("name", f"the name of a card ({_NAMES})", name))
+    checks.instance("name", name, str, f"the name of a card ({_NAMES})")
     plain = _plain(name)
     printed = {machine.name: machine for machine in _BY_NAME.values()}
     known = {_plain(n): m for n, m in (printed | _BY_DEVICE_KIND | _BY_NAME).items()}

@@ -147,8 +147,7 @@ def _peek(name: str, given: Any) -> tuple[bool, Iterable[Any]]:
         )
     if (rows := table_rows(name, given)) is not None:
         return True, rows
-    if not isinstance(given, Iterable):
-        raise TypeError(checks.refused(name, _ALLOWED, given))
+    checks.instance(name, given, Iterable, _ALLOWED)
     # A re-iterable can simply be peeked at; for an iterator the first item is put back.
     if iter(given) is not given:
         is_rows = isinstance(next(iter(given), None), Mapping)

@@ -62,8 +62,7 @@ class Prompts:
         if not len(rows):
             raise ValueError(checks.refused("rows", "one row at least", rows))
         for i, row in enumerate(rows):
-            if not isinstance(row, Mapping):
-                raise TypeError(checks.refused("rows", "mappings with a `prompt` each", row))
+            checks.instance("rows", row, Mapping, "mappings with a `prompt` each")
             if "prompt" not in row:
                 raise ValueError(f"row {i} (counted from 0) has no `prompt`, but {list(row)}")
             if row.keys() != rows[0].keys():
@@ -403,8 +402,7 @@ def train_grpo(
         FloatingPointError: See `fit`.
     """
     options = options or policy_batch.GrpoOptions()
-    if not isinstance(options, policy_batch.GrpoOptions):
-        raise TypeError(checks.refused("options", "a models.GrpoOptions", options))
+    checks.instance("options", options, policy_batch.GrpoOptions, "a models.GrpoOptions")
     rewarding = Rewards(rewards, options.reward_weights)
     prompts = Prompts(rows, tokenizer, options)
     rewarding.check_columns(prompts.columns)

@@ -61,8 +61,7 @@ class InferenceServer:
             TypeError: If an argument has a wrong type.
             ValueError: If `url` is no address.
         """
-        if not isinstance(url, str):
-            raise TypeError(checks.refused("url", "a str", url))
+        checks.instance("url", url, str, "a str")
         if not url.startswith(("http://", "https://")):
             raise ValueError(checks.refused("url", 'an address such as "http://host:8000"', url))
         self.url = url.rstrip("/").removesuffix("/v1")

@@ -62,10 +62,8 @@ class Decoder(nnx.Module):
         Raises:
             TypeError: If an argument has a wrong type.
         """
-        if not isinstance(config, DecoderConfig):
-            raise TypeError(checks.refused("config", "a models.DecoderConfig", config))
-        if not isinstance(rngs, nnx.Rngs):
-            raise TypeError(checks.refused("rngs", "flax.nnx.Rngs", rngs))
+        checks.instance("config", config, DecoderConfig, "a models.DecoderConfig")
+        checks.instance("rngs", rngs, nnx.Rngs, "flax.nnx.Rngs")
         check_floating("param_dtype", param_dtype)
         make = ParameterMaker(rngs, param_dtype, config.init_std)
         self.config = config
@@ -321,8 +319,7 @@ def neftune(model: Any, *, alpha: float = 5.0, seed: int = 0) -> Any:
     seed = checks.integer("seed", seed, least=0)
 
     def noisy(made: Any) -> Decoder:
-        if not isinstance(made, Decoder):
-            raise TypeError(checks.refused("model", "a models.Decoder", made))
+        checks.instance("model", made, Decoder, "a models.Decoder")
         if made.noise is not None:
             raise ValueError("`model` has noise on its embeddings already")
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(b"neftune"))
@@ -473,8 +470,7 @@ def check_arguments(
         raise TypeError(checks.refused("model", "a models.Decoder", model))
     if not scores and getattr(getattr(model, "config", None), "scores", False):
         raise ValueError("`model` is a reward model, whose head has no logits of next tokens")
-    if not isinstance(batch, Mapping):
-        raise TypeError(checks.refused("batch", "a mapping of names to arrays", batch))
+    checks.instance("batch", batch, Mapping, "a mapping of names to arrays")
     missing = [name for name in names if name not in batch]
     if missing:
         raise ValueError(f"`batch` has no {' and no '.join(map(repr, missing))}, but {list(batch)}")

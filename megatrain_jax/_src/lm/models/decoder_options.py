@@ -224,8 +224,7 @@ class DecoderOptions:
                 checks.number(field.name, value, least=0)
         checks.word("norm", self.norm, ("rms", "layer"))
         checks.word("activation", self.activation, ACTIVATIONS)
-        if not isinstance(self.windows, tuple):
-            raise TypeError(checks.refused("windows", "a tuple of integers and None", self.windows))
+        checks.instance("windows", self.windows, tuple, "a tuple of integers and None")
         for window in self.windows:
             if window is not None:
                 checks.integer("windows", window)

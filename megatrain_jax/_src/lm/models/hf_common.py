@@ -134,8 +134,7 @@ class Fields:
         """
         values = self.take(name, None)
         values = {} if values is None else values
-        if not isinstance(values, Mapping):
-            raise TypeError(checks.refused(name, "an object", values))
+        checks.instance(name, values, Mapping, "an object")
         return dict(values)
 
     def neutral(self, **expected: Any) -> None:

@@ -529,8 +529,7 @@ def _matrix_name(path: ModulePath, module: Any) -> str:
 
 def _model(given: Any) -> nnx.Module:
     model = given.model if isinstance(given, mt.Trainer) else given
-    if not isinstance(model, nnx.Module):
-        raise TypeError(checks.refused("model", "an nnx.Module with adapters", model))
+    checks.instance("model", model, nnx.Module, "an nnx.Module with adapters")
     return model
 
 

@@ -166,8 +166,7 @@ def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int 
         ValueError: If a file is damaged, the adapters are of another base model, or they have an
             option that isn't supported.
     """
-    if not isinstance(pretrained, Pretrained):
-        raise TypeError(checks.refused("pretrained", "from models.load_pretrained", pretrained))
+    checks.instance("pretrained", pretrained, Pretrained, "from models.load_pretrained")
     holds = f"adapters ({CONFIG} and {WEIGHTS})"
     folder = folder_or_download("folder", folder, holds, (CONFIG, WEIGHTS, GENERATION_CONFIG))
     config = with_end_tokens(pretrained.config, folder, add=True)
@@ -299,8 +298,7 @@ def _pattern(
 ) -> dict[str, Any]:
     given = values.get(name)
     given = {} if given is None else given
-    if not isinstance(given, Mapping):
-        raise TypeError(checks.refused(name, "an object", given))
+    checks.instance(name, given, Mapping, "an object")
     for key in given:
         checks.pattern(name, key, _module_pattern)
     return {key: check(f"{name}.{key}", value) for key, value in given.items()}

@@ -344,8 +344,7 @@ def reward_model(
         TypeError: If an argument has a wrong type.
         ValueError: If Transformers has no such class for the family, or the token is out of range.
     """
-    if not isinstance(pretrained, Pretrained):
-        raise TypeError(checks.refused("pretrained", "of load_pretrained", pretrained))
+    checks.instance("pretrained", pretrained, Pretrained, "of load_pretrained")
     config, seed = pretrained.config, checks.integer("seed", seed, least=0)
     scorer = family_of(config).scorer_class
     if scorer is None:
@@ -432,8 +431,7 @@ def resize_vocabulary(pretrained: Pretrained, vocabulary: Any, *, seed: int = 0)
         TypeError: If an argument has a wrong type.
         ValueError: If the number is smaller than now, or the family has further embeddings.
     """
-    if not isinstance(pretrained, Pretrained):
-        raise TypeError(checks.refused("pretrained", "from models.load_pretrained", pretrained))
+    checks.instance("pretrained", pretrained, Pretrained, "from models.load_pretrained")
     old, seed = pretrained.config.vocab_size, checks.integer("seed", seed, least=0)
     if hasattr(vocabulary, "get_vocab"):
         size = max(old, 1 + max(vocabulary.get_vocab().values()))

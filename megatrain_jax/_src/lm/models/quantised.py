@@ -324,8 +324,7 @@ def check_quantisation(config: Mapping[str, Any]) -> None:
     about = config.get("quantization_config")
     if about is None:
         return
-    if not isinstance(about, Mapping):
-        raise TypeError(checks.refused("quantization_config", "an object", about))
+    checks.instance("quantization_config", about, Mapping, "an object")
     method, form = _method_of(about), about.get("format")
     known, found = ", ".join(_READERS), f"quantised by {str(method)[:60]!r}"
     if method == "compressed-tensors" and form not in _COMPRESSED:
