@@ -285,8 +285,8 @@ def scaled(scale: Any, microbatches: int = 1) -> Any:
 
 
 def steps_of(size: float) -> Any:
-    def update(grads, state, params=None, *, size):
-        return jax.tree.map(lambda g: -size * g, grads), state
+    def update(updates, state, params=None, *, size=0.0):
+        return jax.tree.map(lambda g: -size * g, updates), state
 
     return optax.GradientTransformation(optax.sgd(1.0).init, functools.partial(update, size=size))
 
