@@ -127,7 +127,8 @@ class Formula:
 
     def smallest(self, config):
         host = {"host_process_limit": self.host_limit, "host_fixed_bytes": 10**8}
-        return SimpleNamespace(host_bytes=10**9, **host)
+        layers = SimpleNamespace(name="layers.0 … layers.3", count=4, host_bytes=2 * 10**8)
+        return SimpleNamespace(host_bytes=10**9, groups=[layers], **host)
 
 
 @pytest.mark.parametrize("what", ["batch", "context"])
@@ -165,9 +166,15 @@ def test_one_plan_tells_that_no_size_fits_a_host_that_the_state_nearly_fills(tmp
             return SimpleNamespace(fits_device=True, fits_host=False)
 
     planner: Any = Nearly(random.Random(0))
-    planner.host_limit = round(1.2e9 * config.num_layers / 4)
+    # The state of 4 layers takes 1 GB, that of 6 layers 1.4.
+    planner.host_limit = 18 * 10**8
     assert largest_size(planner, what, "wide", config) is None
     assert planned == [(config, 1, 512 if what == "batch" else 1024, False)]
+    planned.clear()
+    planner.host_limit = 22 * 10**8
+    with pytest.raises(AttributeError):  # the plans here are of no use to a search
+        largest_size(planner, what, "wide", config)
+    assert planned[0][0] == with_few_layers(config)
 
 
 @pytest.mark.exhaustive

@@ -150,8 +150,9 @@ def _part_of_host(planner: Planner, config: DecoderConfig) -> float:
         # layer counts a part of the model's ends too, so this overestimates.
         small = planner.smallest(few)
         host = _most_state_bytes(small)
-        most = small.host_bytes * config.num_layers / few.num_layers
-        return (planner.smallest(config).host_bytes if most > host else most) / host
+        if small.host_bytes * config.num_layers / few.num_layers > host:
+            return planner.smallest(config).host_bytes / host
+        return (small.host_bytes + _bytes_of_further_layers(small, config)) / host
     except ValueError:  # an error that the search meets as well
         return 0.0
 
@@ -217,11 +218,17 @@ def fits(plan: Plan) -> bool:
 
 def least_host_bytes(few: Plan, config: DecoderConfig) -> float:
     """The fewest host bytes of a model's state and its process, from a plan of a few layers."""
-    layers = [row for row in few.groups if row.name.startswith("layers.")]
-    each = sum(row.count * row.host_bytes for row in layers) / with_few_layers(config).num_layers
-    missing = config.num_layers - with_few_layers(config).num_layers
+    missing = _bytes_of_further_layers(few, config)
     beside = (few.host_process_bytes or 0) - (few.host_pool_bytes or 0)
-    return few.host_bytes + missing * each / _UNEQUAL + beside
+    return few.host_bytes + missing / _UNEQUAL + beside
+
+
+def _bytes_of_further_layers(few: Plan, config: DecoderConfig) -> float:
+    """The host bytes of the layers that a plan of a few lacks, if all layers are of one size."""
+    layers = [row for row in few.groups if row.name.startswith("layers.")]
+    number = with_few_layers(config).num_layers
+    each = sum(row.count * row.host_bytes for row in layers) / number
+    return (config.num_layers - number) * each
 
 
 def with_few_layers(config: DecoderConfig, least: int = _LAYERS) -> DecoderConfig:
