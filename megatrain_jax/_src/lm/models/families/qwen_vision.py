@@ -333,7 +333,7 @@ def read_vision(
     if kind not in (None, own, f"{own}_vision"):
         raise ValueError(f"`model_type` = {kind!r} of `vision_config` isn't {own}_vision")
     hf_common.refuse_unsupported(fields)
-    # Those of the first are only for videos, and Transformers reads none of the others.
+    # The first is only for videos, and Transformers doesn't read the others.
     for name in ("tokens_per_second", "in_chans", "spatial_patch_size"):
         fields.take(name, None)
     turned = fields.mapping("rope_parameters")
@@ -342,10 +342,8 @@ def read_vision(
     rope = hf_common.rope_parameters(text)
     given = Fields(rope).listed("mrope_section", int, "integers")
     places = 0 if older else fields.integer("num_position_embeddings", 2304)
-    size, merge = (
-        fields.integer("patch_size", 14 if older else 16),
-        fields.integer("spatial_merge_size", 2),
-    )
+    size = fields.integer("patch_size", 14 if older else 16)
+    merge = fields.integer("spatial_merge_size", 2)
     window = fields.integer("window_size", 112) // merge // size if older else 0
 
     def layers(name: str, default: tuple[int, ...]) -> tuple[int, ...]:
