@@ -5,7 +5,8 @@
 
 A plan needs shapes only, so the models are built abstractly, from the sizes that the command line
 knows. A row of docs/what_fits.md has the results of one model on one GPU: the host memory with fp32
-Adam and in compact form, the forms that fit hosts of usual sizes, and planned tokens per second.
+Adam and in compact form, the forms that fit hosts of usual sizes, and planned tokens per second;
+or, in the table of desktop computers, what each of them trains, and how fast.
 A row of docs/several_gpus.md has planned tokens per second of one model on hosts of eight H100s.
 """
 
@@ -31,6 +32,15 @@ HOSTS = {f"{gib} GiB": gib * 2**30 for gib in (64, 128, 256, 512)} | {"1 TiB": 2
 FORMS = {"fp32": mt.Precision(), "compact": mt.Precision.compact()}
 # Sequences of a step, each a microbatch of its own, and their tokens.
 BATCH = (16, 2048)
+# Desktop computers: a card, and the host's memory in GiB.
+COMPUTERS = (
+    ("RTX 3060", 32),
+    ("RTX 4080", 64),
+    ("RTX 4090", 64),
+    ("RTX 4090", 96),
+    ("RTX 5090", 96),
+)
+DESKTOPS = "desktop computers"
 MODELS = (
     "Qwen3-0.6B",
     "Qwen3-1.7B",
@@ -48,9 +58,20 @@ SEVERAL = "several hosts"
 _GPUS_PER_HOST = 8
 # Sequences of a step and GPU in these plans, of one microbatch.
 _ROWS_PER_GPU = 8
-PAGES = dict.fromkeys(GPUS, _DOCS / "what_fits.md") | {SEVERAL: _DOCS / "several_gpus.md"}
+PAGES = dict.fromkeys((DESKTOPS, *GPUS), _DOCS / "what_fits.md")
+PAGES |= {SEVERAL: _DOCS / "several_gpus.md"}
 MODELS_OF = dict.fromkeys(GPUS, MODELS) | {
-    SEVERAL: ("Qwen3-14B", "Qwen3-32B", "Mistral-Large-123B")
+    DESKTOPS: (
+        "Qwen3-1.7B",
+        "Gemma-3-4B",
+        "Qwen3-8B",
+        "Gemma-3-12B",
+        "Qwen3-14B",
+        "Qwen3-32B",
+        "Llama-3.3-70B",
+        "Qwen3-30B-A3B",
+    ),
+    SEVERAL: ("Qwen3-14B", "Qwen3-32B", "Mistral-Large-123B"),
 }
 
 
@@ -60,8 +81,12 @@ def planned(model: str) -> Callable[..., mt.Plan]:
     return functools.partial(_of_rows(model), sample_batch=_tokens(BATCH), microbatches=BATCH[0])
 
 
+def _config(model: str) -> models.DecoderConfig:
+    return models.DecoderConfig.from_hf(known_models()[model].config)
+
+
 def _of_rows(model: str) -> Callable[..., mt.Plan]:
-    config = models.DecoderConfig.from_hf(known_models()[model].config)
+    config = _config(model)
     return functools.partial(
         mt.plan,
         lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
@@ -89,12 +114,13 @@ def fits(of: mt.Plan, host: str, model: str, gpu: mt.Hardware, form: str) -> boo
         return True
     # In a smaller host a run holds fewer activations, and its pool is divided differently.
     smaller = plan(model, there, form)
-    return bool(smaller.fits_host and smaller.fits_device)
+    return _fits(smaller)
 
 
 def row(name: str, model: str) -> str:
     """Returns a model's row in a table, as Markdown."""
-    cells = _row_of_hosts(model) if name == SEVERAL else _row_of_gpu(name, model)
+    of_table = {SEVERAL: _row_of_hosts, DESKTOPS: _row_of_computers}
+    cells = of_table.get(name, functools.partial(_row_of_gpu, name))(model)
     return f"| {' | '.join([model, *cells])} |"
 
 
@@ -114,7 +140,7 @@ def _row_of_hosts(model: str) -> list[str]:
             )
             for of_each in ((False,) if hosts == 1 else (False, True))
         ]
-        cells.append(" / ".join(_tokens_per_second(of, rows) for of in speeds))
+        cells.append(" / ".join(_speed(of, rows) for of in speeds))
     return cells
 
 
@@ -128,11 +154,39 @@ def _row_of_gpu(gpu: str, model: str) -> list[str]:
         fitting = (form for form, of in plans.items() if fits(of, host, model, GPUS[gpu], form))
         hosts.append(next(fitting, "–"))
     memory = [f"{of.host_peak_bytes / 2**30:,.0f}" for of in plans.values()]
-    speed = [_tokens_per_second(of) for of in plans.values()]
+    speed = [_speed(of) for of in plans.values()]
     return [" / ".join(memory), *hosts, " / ".join(speed)]
 
 
-def _tokens_per_second(of: mt.Plan, rows: int = BATCH[0]) -> str:
+@remembering()
+def _row_of_computers(model: str) -> list[str]:
+    config, cells = _config(model), []
+    adapted = models.lora(
+        lambda: models.Decoder(config, rngs=nnx.Rngs(0)), targets=r"layers/.*_proj", rank=16
+    )
+    for gpu, host in COMPUTERS:
+        machine = dataclasses.replace(mt.card(gpu), host_bytes=host * 2**30)
+        plans = ((form, plan(model, machine, form)) for form in FORMS)
+        full = next((f"{form} {_speed(of)}" for form, of in plans if _fits(of)), "–")
+        adapters = mt.plan(
+            adapted.model,
+            models.next_token_loss,
+            optax.adamw(1e-4),
+            _tokens(BATCH),
+            trainable=adapted.trainable,
+            precision=mt.Precision(frozen="nf4"),
+            microbatches=BATCH[0],
+            hardware=machine,
+        )
+        cells.append(f"{full} / {_speed(adapters) if _fits(adapters) else '–'}")
+    return cells
+
+
+def _fits(of: mt.Plan) -> bool:
+    return bool(of.fits_host and of.fits_device)
+
+
+def _speed(of: mt.Plan, rows: int = BATCH[0]) -> str:
     if not of.fits_device or of.seconds_per_step is None:
         return "–"
     # Two digits, as the estimate is no better than that.
@@ -144,6 +198,8 @@ def table(name: str) -> str:
     titles = ["model", "host GiB", *HOSTS, "planned tokens/s"]
     if name == SEVERAL:
         titles = ["model", *(_cluster(hosts, network) for hosts, network in CLUSTERS)]
+    if name == DESKTOPS:
+        titles = ["model", *(f"{gpu}, {host} GiB" for gpu, host in COMPUTERS)]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for model in MODELS_OF[name]:
         lines.append(row(name, model))

@@ -23,14 +23,16 @@ from megatrain_jax._src.lm.models.tensors import some
 # Fields that affect neither parameters nor logits.
 _IGNORED = frozenset(
     """
-    architectures auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype
-    eos_token_id finetuning_task id2label initializer_range is_llama_config label2id max_length
-    max_window_layers max_sequence_length min_length model_type name_or_path num_labels
-    num_return_sequences output_attentions original_max_position_embeddings output_hidden_states
-    output_router_logits pad_token_id prefix problem_type return_dict return_dict_in_generate
+    architectures attn_implementation auto_map bos_token_id cache_implementation
+    chunk_size_feed_forward decoder_start_token_id do_sample dtype eos_token_id finetuning_task
+    id2label initializer_range is_llama_config label2id length_penalty max_length
+    max_position_embeddings max_sequence_length max_window_layers min_length model_type
+    name_or_path num_beam_groups num_beams num_labels num_return_sequences
+    original_max_position_embeddings output_attentions output_hidden_states output_router_logits
+    pad_token_id prefix problem_type repetition_penalty return_dict return_dict_in_generate
     sep_token_id sliding_window_size task_specific_params temperature tokenizer_class top_k top_p
-    torch_dtype torchscript transformers_version typical_p unsloth_fixed unsloth_version use_cache
-    attn_implementation max_position_embeddings
+    torch_dtype torchscript transformers.js_config transformers_version typical_p unsloth_fixed
+    unsloth_version use_cache
     """.split()
 )
 _REQUIRED = object()
