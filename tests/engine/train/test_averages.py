@@ -358,5 +358,8 @@ def test_fit_evaluates_the_averages(tmp_path):
     assert not list(tmp_path.glob("run/*"))
     with refuses(ValueError, "`eval_params`", "'ema'", "`eval_data`"):
         small.fit(None, 2, ema_decay=DECAY, eval_params="ema")
+    without = small.fit(None, 1).trainer
+    with refuses(ValueError, "`params`", "'ema'", "`ema_decay`"):
+        without.check_eval_batch(small.batch(9), params="ema")
     with refuses(ValueError, "`eval_params`", "'ema'", "`ema_decay`"):
         small.fit(None, 2, eval_data=[small.batch(9)], eval_params="ema")
