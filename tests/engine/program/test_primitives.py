@@ -16,8 +16,11 @@ from megatrain_jax._src.engine.program import primitives
 from megatrain_jax._src.engine.program.flops import count_flops
 from megatrain_jax._src.engine.program.layers.sliced_values import (
     FOLDS,
+    SlicedValue,
     Value,
     constant,
+    grid_of,
+    piece,
     sliced,
     stack,
 )
@@ -91,6 +94,18 @@ def in_pieces(x: jax.Array, axes: tuple[int, ...]) -> Any:
             index[a] = i
         cells.append(Value(x[tuple(index)]))
     return sliced(x.shape, axes, cells)
+
+
+def test_a_piece_of_what_is_in_slices_is_that_of_the_array():
+    x = operand("piece", np.float32, 0)
+    subsets = [axes for n in (1, 2) for axes in itertools.combinations(range(x.ndim), n)]
+    runs = [Value(part) for part in jnp.split(x, x.shape[0] // 2)]
+    values = [SlicedValue(grid_of((len(runs),), runs), (0,), 2)]
+    values += [in_pieces(x, axes) for axes in subsets]
+    for value, axes in itertools.product(values, subsets):
+        at = tuple(x.shape[a] - 1 - i for i, a in enumerate(axes))
+        index = tuple(dict(zip(axes, at, strict=True)).get(a, slice(None)) for a in range(x.ndim))
+        same_bits(piece(value, axes, at).array, x[index])
 
 
 @pytest.mark.parametrize("name", sorted(primitives.ELEMENTWISE))
@@ -178,7 +193,7 @@ REARRANGED = {
     "rev": lambda x: jax.lax.rev(x, (0, 2)),
     "slice": lambda x: jax.lax.slice(x, (1, 0, 1), (5, 5, 4), (2, 1, 1)),
     "split": lambda x: jax.lax.split(x, (2, 4)),
-    "squeeze": lambda x: jax.lax.squeeze(x[:1], (0,)),
+    "squeeze": lambda x: (jax.lax.squeeze(x[:1], (0,)), jax.lax.squeeze(x[:, :1], (1,))),
     "transpose": lambda x: jax.lax.transpose(x, (2, 0, 1)),
     "unstack": lambda x: (jnp.unstack(x, axis=0), jnp.unstack(x, axis=1)),
 }
