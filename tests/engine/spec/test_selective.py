@@ -1,6 +1,7 @@
 """Lean residuals: which results cost the most for their bytes, and that keeping those is exact."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from megatrain_jax._src.engine.kernels.bound_stage import find_residuals, is_kep
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.loss.gradients import differentiated
 from megatrain_jax._src.engine.schedule.instructions import Op
+from megatrain_jax._src.engine.spec.measured import by_measured_rates
 from megatrain_jax._src.engine.spec.selective import seconds_per_byte, selective_residuals
 from megatrain_jax._src.engine.spec.step_kernels import stage_kernel
 from optimizers import OPTIMIZERS
@@ -154,6 +156,20 @@ def test_each_of_several_devices_saves_its_part_of_the_seconds():
         assert alone is not None and shared is not None and max(alone.costs.recompute) > 0
         halves = [seconds / 2 for seconds in alone.costs.recompute]
         assert shared.costs.recompute == pytest.approx(halves)
+
+
+def test_a_schedule_with_the_costliest_results_follows_measured_rates():
+    options: Any = {"hardware": SLOW}
+    least = make_spec(bottleneck(), OPTIMIZERS["adam"], **options).first.schedule.smallest_bytes
+    options |= {"device_budget": round(1.2 * least)}
+    spec = make_spec(bottleneck(), OPTIMIZERS["adam"], **options)
+    before = spec.first.schedule
+    assert before.selective and before.kept
+    found = by_measured_rates(spec, 100.0, 1e9, before.transient).first.schedule
+    assert found.selective and found.kept == before.kept and found.steady != before.steady
+    num_fetches = sum(row.op is Op.FETCH for row in found.steady)
+    # Almost all of a step is its copies now.
+    assert num_fetches and found.seconds > 10 * before.seconds
 
 
 @pytest.mark.by_default("2")

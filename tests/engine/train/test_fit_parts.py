@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from boards import FakeBoard, processes_of
-from megatrain_jax._src.engine.history import History
+from megatrain_jax._src.engine.history import History, as_json
 from megatrain_jax._src.engine.options.batch_checks import batch_size, check_batch, check_like
 from megatrain_jax._src.engine.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.engine.state.processes import Processes
@@ -216,6 +216,9 @@ def test_history_is_saved_as_json_and_drawn(tmp_path: Any):
         {"step": 1, "loss": 2.0},
         {"step": 2, "loss": None, "eval_loss": 1.5},
     ]
+    # A callback may add anything, and a checkpoint is not lost by it.
+    added = {"step": 3, ("a", "b"): 1, "by": {("a", "b"): 1, "c": np.arange(2)}, "each": {1}}
+    assert as_json([added]) == [{"step": 3, "by": {"c": [0, 1]}, "each": "{1}"}]
     (axes,) = history.plot().axes
     loss, evaluation = axes.lines
     np.testing.assert_array_equal(loss.get_xdata(), [1, 2])

@@ -53,8 +53,8 @@ def eval_loss_fn(model: Any, batch: Any) -> jax.Array:
 
 def fitted(model: Any, **options: Any) -> mt.FitResult:
     given: dict[str, Any] = {"eval_data": DATA[:1], "precision": FP32, "progress": False}
-    data = options.pop("data", DATA)
-    return mt.fit(model, loss_fn, data, optax.sgd(0.1), **given | options)
+    data, loss = options.pop("data", DATA), options.pop("loss_fn", loss_fn)
+    return mt.fit(model, loss, data, optax.sgd(0.1), **given | options)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -148,13 +148,20 @@ def of_frozen(model: Any, **options: Any) -> tuple[Any, bool]:
         warnings.simplefilter("always")
         trainer = fitted(model, **given).trainer
     told = [tells(str(w.message), "`trainable`", "layers/norm/mean") for w in caught]
+    assert all(told)  # no warning of anything else
     return trainer.variables, told == [True]
 
 
 def test_frozen_modules_in_evaluation_mode_stay_in_it():
+    weights = jnp.ones(3)
+
+    def weighted_loss(model: Any, batch: Any) -> jax.Array:
+        x, y = batch
+        return jnp.mean(weights * (model(x) - y) ** 2)
+
     model = Backbone()
     model.eval()
-    found, told = of_frozen(model)
+    found, told = of_frozen(model, loss_fn=weighted_loss)
     assert not told and not found["layers/norm/mean"].any()
     assert found["layers/dropout/rngs/count"] == 0 < found["dropout/rngs/count"]
     several: list[Any] = [{}, *({"trainable": x} for x in ("layers", "norm/scale", None))]

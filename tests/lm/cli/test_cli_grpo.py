@@ -131,6 +131,11 @@ def test_functions_are_found_beside_their_file_and_in_the_current_folder(
     (tmp_path / "grpo_here.py").write_text(late)
     functions = load_rewards(["beside/early.py:late", "grpo_here:late"])
     assert [function() for function in functions] == [[1.0], [1.0]]
+    # An installed module comes before a file of its name.
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    (tmp_path / "colorsys.py").write_text("def rgb_to_hsv(*_): pass\n")
+    (installed,) = load_rewards(["colorsys:rgb_to_hsv"])
+    assert installed(0.5, 0.5, 0.5) == (0.0, 0.0, 0.5)
 
 
 @pytest.mark.parametrize(
