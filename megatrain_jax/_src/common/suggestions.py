@@ -29,7 +29,11 @@ _BY_TYPE = {
     "AbstractMesh": "mesh",
     "GrpoOptions": "options",
 }
-_MESH = 'write mesh=jax.make_mesh((n,), ("data",)) for n GPUs'
+_NOTES = {
+    "mesh": 'write mesh=jax.make_mesh((n,), ("data",)) for n GPUs',
+    "microbatches": "it divides each batch, so make batches as many times larger; "
+    "optax.MultiSteps updates once every so many batches",
+}
 _PARAMETERS = "pass `params=` to a new Trainer, or restore a checkpoint"
 _RATE = (
     "the optimizer has it: give that a schedule, as in "
@@ -185,7 +189,7 @@ def keyword_hint(name: str, known: Iterable[str]) -> str:
     """
     known = [*known]
     if ours := meant_option(name, known):
-        return f"; did you mean `{ours}`{f' ({_MESH})' if ours == 'mesh' else ''}?"
+        return f"; did you mean `{ours}`{f' ({_NOTES[ours]})' if ours in _NOTES else ''}?"
     if "options" in known and name in _IN_OPTIONS:
         return f"; pass it in `options=models.GrpoOptions({name}=...)`"
     if name in ("batch_size", "per_device_train_batch_size"):

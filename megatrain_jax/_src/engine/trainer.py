@@ -14,7 +14,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tell_phase, tqdm
 from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.common.user_warnings import warn_user
-from megatrain_jax._src.engine.adapt.adapters import adapt, needs_batch
+from megatrain_jax._src.engine.adapt.adapters import adapt, needs_batch, unbound
 from megatrain_jax._src.engine.checkpoint.given_parameters import with_given_parameters
 from megatrain_jax._src.engine.checkpoint.save import Saving
 from megatrain_jax._src.engine.checkpoint.saved_settings import with_saved_parts
@@ -540,6 +540,7 @@ def prepare(
 ) -> Prepared:
     """The first half of a trainer's start, in seconds; see `Trainer` for arguments and errors."""
     began = time.perf_counter()
+    model, params = unbound(model, params)
     run, placement, has_gpu = on_this_machine(run)
     progress = checks.boolean("progress", progress) and placement.processes.is_first
     check_parts(model, loss_fn, optimizer, params)

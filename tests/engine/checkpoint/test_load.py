@@ -235,12 +235,39 @@ def test_statistics_that_a_checkpoint_lacks_are_named(tmp_path: Path):
     trainer.save(tmp_path / "alone", params_only=True)
     with warns(UserWarning, tmp_path / "alone", "norm/mean", "norm/var"):
         start = run(MODELS["NNX"], params=tmp_path / "alone", steps=1)
-    alone = run(MODELS["NNX"], params=trainer.params, steps=1)
+    with warns(UserWarning, "`params`", "norm/mean", "norm/var"):
+        alone = run(MODELS["NNX"], params=trainer.params, steps=1)
     equal(start.params, alone.params)
     strange = nnx.to_pure_dict(nnx.state(MODELS["NNX"], nnx.Any(nnx.Param, nnx.BatchStat)))
     strange["norm"]["mean"] = np.ones(3, np.float32)
     with warns(UserWarning, "`params`", "norm/mean", "3", "4"):
         run(MODELS["NNX"], params=strange, steps=1)
+
+
+def test_a_bound_linen_module_goes_on_with_its_variables():
+    first = run(MODELS["Linen"])
+    again = mt.Trainer(first.model, loss_fn, optax.adam(0.1), X, progress=False)
+    equal(again.model.variables, first.model.variables)
+    other = jax.tree.map(np.zeros_like, dict(first.model.variables))
+    given = mt.Trainer(first.model, loss_fn, optax.adam(0.1), X, params=other, progress=False)
+    equal(given.params, other["params"])
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: {"one": model}])
+def test_a_trained_model_is_in_evaluation_mode_and_trains_on(wrap):
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return loss_fn(model["one"] if isinstance(model, dict) else model, batch)
+
+    options: dict[str, Any] = {"steps": 2, "precision": "float32", "progress": False}
+    first = mt.fit(wrap(Layers()), loss, [X] * 2, optax.adam(0.1), **options)
+    predict = lambda model, x: (model["one"] if isinstance(model, dict) else model)(x)  # noqa: E731
+    predicted = first.trainer.predict([X], predict)
+    np.testing.assert_array_equal(predict(first.model, X), predicted)
+    # Training on has dropout and new statistics again.
+    again = mt.fit(first.model, loss, [X] * 2, optax.adam(0.1), **options)
+    assert not np.array_equal(predict(again.model, X), predicted)
+    one, other = (jax.tree.leaves(nnx.state(r.model, nnx.BatchStat))[0] for r in (first, again))
+    assert not np.array_equal(one, other)
 
 
 def test_a_checkpoint_is_described_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

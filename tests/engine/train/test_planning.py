@@ -180,7 +180,7 @@ def test_hardware_is_known_by_name_with_its_host_and_number_of_gpus():
         # The name that a plan prints is one of them.
         for name in (*written, machine.name):
             assert mt.card(name) == machine, name
-    nearest = {"RTX 4080": "RTX 4090", "A100 60GB": "A100 80GB", "B300": "B200"}
+    nearest = {"RTX 4070": "RTX 4090", "A100 60GB": "A100 80GB", "B300": "B200"}
     nearest |= {"RTX 2070 Super": "RTX 2070", "RTX 3060 Ti": "RTX 3060"}
     for name, near in nearest.items():
         with refuses(ValueError, f"'{name}'", "mean") as error:

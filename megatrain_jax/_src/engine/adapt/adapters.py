@@ -286,7 +286,12 @@ def _nnx_parts(model: Any, trainable: Any) -> Parts:
         return result, changed
 
     def rebuild(params: Any, variables: Any) -> Any:
-        return nnx.merge(graphdef, params, variables)
+        model = nnx.merge(graphdef, params, variables)
+        # For use; a model that is in evaluation mode as a whole can be trained on.
+        if sets_mode:
+            for module in _nnx_modules(model):
+                module.eval()
+        return model
 
     return params, variables, Shell(call=call, rebuild=rebuild)
 
@@ -550,6 +555,14 @@ def needs_batch(model: Any) -> bool:
     For all remaining kinds of models the result does not depend on the batch.
     """
     return isinstance(model, linen.Module)
+
+
+def unbound(model: Any, params: Any) -> tuple[Any, Any]:
+    """A bound Linen module as a module and its variables, unless other `params` are given."""
+    if not isinstance(model, linen.Module) or model.scope is None:
+        return model, params
+    module, variables = model.unbind()
+    return module, variables if params is None else params
 
 
 def check_model(model: Any) -> None:

@@ -23,7 +23,6 @@ from megatrain_jax._src.common.checks import refused
 RESERVED = ("loss", "grad_norm", "loss_scale", "seconds", "skipped", "step")
 EVAL_PREFIX = "eval_"
 _BATCHES = ("batch", "data")
-_TARGETS = (*_BATCHES, "y", "label", "labels", "target", "targets", "y_true")
 # Raised where Python needs the number of an array, as by `float`, `if` or NumPy.
 _NEEDS_VALUE = (
     jax.errors.ConcretizationTypeError,
@@ -107,8 +106,8 @@ def takes_rng(loss_fn: Callable[..., Any], name: str = "loss_fn") -> bool:
         raise TypeError(
             f"{expected}, but {name_of(loss_fn)} takes `{names[0]}` first: the model comes first."
         )
-    # A third argument is a key, so the targets of a batch (x, y) would be missing.
-    if takes_rng and positional[2:] and positional[2].name in _TARGETS:
+    # A third argument is a key, so whatever else it is meant to be would be missing.
+    if takes_rng and positional[2:] and not named_rng:
         raise TypeError(
             f"{expected}, but {name_of(loss_fn)} has `{positional[2].name}` in place of a random "
             f"key; {_UNPACK}."

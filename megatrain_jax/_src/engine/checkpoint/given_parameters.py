@@ -213,7 +213,7 @@ def with_given_parameters(
     """Initial values with given parameters and statistics in place of the model's own.
 
     Statistics are the variables of floating dtypes. A warning names those that stay the model's
-    own, because a folder has none or they differ in shape.
+    own, because none were given or they differ in shape.
 
     Args:
         params: A tree of arrays under the model's own paths, or the folder of a checkpoint that
@@ -300,8 +300,7 @@ def _statistics(adapted: AdaptedModel, found: Sequence[Any], origin: str) -> dic
         if not jnp.issubdtype(own.dtype, jnp.floating) or not all(own.shape):
             continue
         if array is None:
-            if origin != _TREE:  # where they may be left out on purpose
-                lines.append(f"{path_name(path)} is missing")
+            lines.append(f"{path_name(path)} is missing")
         elif line := _difference(path_name(path), array, own.shape, None):
             lines.append(line)
         else:
