@@ -172,6 +172,8 @@ def test_unsupported_models_are_refused(model: Any, error: type[Exception], name
         (lambda params, state, batch: 0.0, "<lambda> random"),
         (lambda model, batch, rng, step: 0.0, "<lambda> (model, batch, rng, step)"),
         (lambda model, batch, *, scale: 0.0, "<lambda> (model, batch, *, scale)"),
+        (lambda model, batch, state: 0.0, "<lambda> `state`"),
+        (lambda model, batch, *, rng=None: 0.0, "<lambda> `rng`"),
     ],
 )
 def test_loss_functions_of_another_signature_are_refused(loss_fn: Any, named: str):

@@ -23,6 +23,7 @@ from megatrain_jax._src.common.checks import refused
 RESERVED = ("loss", "grad_norm", "loss_scale", "seconds", "skipped", "step")
 EVAL_PREFIX = "eval_"
 _BATCHES = ("batch", "data")
+_KEYS = ("rng", "key")
 # Raised where Python needs the number of an array, as by `float`, `if` or NumPy.
 _NEEDS_VALUE = (
     jax.errors.ConcretizationTypeError,
@@ -89,7 +90,7 @@ def takes_rng(loss_fn: Callable[..., Any], name: str = "loss_fn") -> bool:
         raise TypeError(f"{expected}; {name_of(loss_fn)} has no signature to read.") from error
     every = signature.parameters.values()
     positional = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named_rng = len(positional) > 2 and positional[2].name in ("rng", "key")
+    named_rng = len(positional) > 2 and positional[2].name in _KEYS
     num_required = sum(p.default is p.empty for p in positional)
     # An optional third argument may be anything; only the name `rng` or `key` makes it a key.
     takes_rng = named_rng or num_required > 2
@@ -105,6 +106,12 @@ def takes_rng(loss_fn: Callable[..., Any], name: str = "loss_fn") -> bool:
     if names[1:] == ["model"] and names[0] in _BATCHES:
         raise TypeError(
             f"{expected}, but {name_of(loss_fn)} takes `{names[0]}` first: the model comes first."
+        )
+    keywords = [p.name for p in every if p.kind is p.KEYWORD_ONLY and p.name in _KEYS]
+    if keywords:
+        raise TypeError(
+            f"{expected}, but {name_of(loss_fn)} takes `{keywords[0]}` by its name only: a random "
+            "key is passed as the third argument."
         )
     # A third argument is a key, so whatever else it is meant to be would be missing.
     if takes_rng and positional[2:] and not named_rng:
