@@ -1,7 +1,9 @@
 """Training with images, beside Transformers: a frozen or trained vision part and a decoder."""
 
+import dataclasses
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,7 +17,9 @@ from safetensors.numpy import load_file, save_file
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.lm.models.causal_attention import ImageRows, full_attention
+from megatrain_jax._src.lm.models.families.qwen_vision import QwenVisionConfig
 from megatrain_jax._src.lm.models.pretrained import leaves, parameter_tensors
+from megatrain_jax._src.lm.models.rotary import Rope
 from messages import refuses
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
@@ -354,6 +358,10 @@ def test_batches_of_images_of_any_size_that_do_not_fit_are_refused(tmp_path):
         model.check_batch(arrays | {"pixel_values": arrays["pixel_values"][:, :104]})
     with refuses(ValueError, "row 0", 27, 0):
         model.check_batch({"tokens": tokens[:1]})
+    fewer = arrays["tokens"].copy()
+    fewer[0, np.flatnonzero(fewer[0] == IMAGE)[-1]] = 1
+    with refuses(ValueError, "row 0", 26, 27):
+        model.check_batch(arrays | {"tokens": fewer})
     for change in ((2, 4, 4), (1, 5, 4)):
         with refuses(ValueError, "image_grid_thw", list(change), "image 1", "row 0"):
             model.check_batch(arrays | {"image_grid_thw": np.insert(grids, 1, change, axis=1)})
@@ -412,6 +420,21 @@ def test_towers_that_are_not_supported_are_named(kind, change, message, tmp_path
     _, folder = checkpoint(tmp_path / "given", kind)
     values = json.loads((folder / "config.json").read_text())
     check_refused(folder, {"vision_config": values["vision_config"] | change}, message, tmp_path)
+
+
+def test_pairs_turn_by_the_dimension_that_transformers_takes(tmp_path):
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+    _, folder = checkpoint(tmp_path, "qwen3-vl")
+    vision = models.load_pretrained(folder, images=True).config.vision
+    assert isinstance(vision, QwenVisionConfig)
+    for sections in ((24, 20, 20), (11, 11, 10), (40, 4, 20)):
+        pairs = sum(sections)
+        each = torch.arange(3.0).reshape(3, 1, 1, 1).expand(3, 1, 1, pairs).clone()
+        theirs: Any = SimpleNamespace(mrope_section=sections)
+        expected = Qwen3VLTextRotaryEmbedding.recomposition_frequencies(theirs, each)
+        found = dataclasses.replace(vision, sections=sections).axes(Rope(dim=2 * pairs, base=1e4))
+        np.testing.assert_array_equal(found, expected[0, 0, :pairs])
 
 
 def test_sections_that_do_not_fit_a_head_are_named(tmp_path):

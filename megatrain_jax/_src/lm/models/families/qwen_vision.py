@@ -174,7 +174,7 @@ class QwenVisionConfig(VisionConfig):
         """
         pairs = rope.dim // 2
         if self.older:
-            found = np.repeat(np.arange(len(self.sections)) % 3, self.sections)
+            found = np.repeat(np.arange(3), self.sections)
         else:
             found = np.zeros(pairs, int)
             for axis in (1, 2):
