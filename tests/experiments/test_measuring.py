@@ -157,6 +157,7 @@ def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
         host_budget=None,
         disk_dir=None,
         network=None,
+        state_per_process=False,
         devices=1,
         loss="own",
         steps=MIN_STEPS,
