@@ -162,6 +162,7 @@ def test_the_model_writes_its_own_copies_of_variables():
     trainer = mt.Trainer(Model(), loss_fn, optax.sgd(0.1), x, precision="float32", progress=False)
     trainer.step(x)
     variables, model = trainer.variables, trainer.model
+    model.train()
     losses = [float(loss_fn(model, x)) for _ in range(2)]
     assert losses[0] != losses[1]
     check_same_bits(trainer.variables, variables)
