@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_checkpoint
 from IPython.core.interactiveshell import InteractiveShell
 
 from megatrain_jax._src.engine import start
@@ -88,8 +87,7 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             lambda own, on, **more: KernelCache({**own, **options}, on, **more),
         )
     if page.name in WITH_CHECKPOINT:
-        tiny_checkpoint.make_checkpoint()
-        tiny_checkpoint.make_chats()
+        exec(cells(FINETUNE, "code")[0], {"__name__": "page"})
         Path("checkpoints/Qwen3-8B").symlink_to(Path("checkpoints/tiny").resolve())
     if page.name == "chat.md":
         shutil.copytree("checkpoints/tiny", "checkpoints/mine")  # as if it had been run before
@@ -131,11 +129,7 @@ def test_cells_of_the_other_notebook_run_here(tmp_path: Path, monkeypatch: pytes
     shell = InteractiveShell(ipython_dir=str(tmp_path))
     try:
         # Twice, as whoever opens it again does: the second run goes on with a run that is done.
-        tiny_checkpoint.make_checkpoint()
-        tiny_checkpoint.make_chats()
-        first, *cells_after = cells(FINETUNE, "code")
-        names = f"checkpoint, chats = {tiny_checkpoint.CHECKPOINT!r}, {tiny_checkpoint.CHATS!r}"
-        for code in 2 * [first, f"{names}\nlearning_rate = 5e-3", *cells_after]:
+        for code in 2 * cells(FINETUNE, "code"):
             shell.run_cell(code).raise_error()
     finally:
         shell.reset()
