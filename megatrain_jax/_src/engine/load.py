@@ -20,9 +20,8 @@ from megatrain_jax._src.engine.checkpoint import manifest
 from megatrain_jax._src.engine.checkpoint.contents import EMA, PARAMS, VARIABLES, TreePath
 from megatrain_jax._src.engine.checkpoint.folder import (
     CheckpointError,
+    checkpoint_at,
     has_manifest,
-    parsed_path,
-    steps,
 )
 from megatrain_jax._src.engine.checkpoint.given_parameters import (
     saved_arrays,
@@ -70,9 +69,7 @@ def load(folder: str | PathLike[str], model: Any = None, *, params: WhichParams 
         (4, 2)
     """
     check_which(params)
-    path = parsed_path(folder, "folder")
-    if found := steps(path):
-        path = path / str(found[-1])
+    path = checkpoint_at(folder, "folder")
     every = saved_arrays(path, "folder")
     if params == "ema":
         averages = {(PARAMS, *n[1:]): array for n, array in every.items() if n[0] == EMA}

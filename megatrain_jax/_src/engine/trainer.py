@@ -95,7 +95,8 @@ class Trainer(ExplainedAttributes):
                 examples; without microbatches, on one device, these axes may differ in size.
             params: Parameters to start from instead of the model's own: a tree of arrays under the
                 model's paths (objects with a shape, a dtype and `__array__`, such as memory-mapped
-                files, are read one by one), or the folder of a checkpoint that Orbax can read.
+                files, are read one by one), or the folder of a checkpoint that Orbax can read, or
+                of a run, which stands for its newest checkpoint.
                 Their dtype may be narrower than the masters', not wider. The model's statistics, as
                 of BatchNorm, are taken from there, too; a warning names those that a folder lacks.
                 Other variables are ignored, and a tree must contain nothing else.

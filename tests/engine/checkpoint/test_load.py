@@ -111,6 +111,8 @@ def test_the_newest_step_of_a_run_or_the_one_asked_for(tmp_path: Path):
     first, last = (mt.load(tmp_path / step)["layers"]["0"]["w"] for step in ("1", "2"))
     assert not np.array_equal(first, last)
     equal(mt.load(tmp_path)["layers"]["0"]["w"], last)
+    given = mt.Trainer(MODELS["a pytree"], loss_fn, optax.sgd(0.1), X, params=tmp_path)
+    equal(given.params, trainer.params)
     trainer.save(tmp_path / "alone", params_only=True)
     equal(mt.load(tmp_path / "alone"), mt.load(tmp_path / "2"))
 

@@ -188,3 +188,14 @@ def has_manifest(path: AnyPath) -> bool:
 def steps(folder: AnyPath) -> list[int]:
     """The steps of the checkpoints in a folder, ascending."""
     return [step for step in numbered(folder) if has_manifest(folder / str(step))]
+
+
+def checkpoint_at(path: str | PathLike[str], argument: str) -> AnyPath:
+    """The checkpoint that the user names: a run's folder stands for its newest one.
+
+    Raises:
+        TypeError, ValueError: See `parsed_path`.
+    """
+    folder = parsed_path(path, argument)
+    found = steps(folder)
+    return folder / str(found[-1]) if found else folder

@@ -36,8 +36,8 @@ from megatrain_jax._src.engine.checkpoint.folder import (
     MANIFEST,
     CheckpointError,
     UnreadError,
+    checkpoint_at,
     has_manifest,
-    parsed_path,
 )
 
 
@@ -104,19 +104,18 @@ class SavedCodes:
 
 
 def saved_arrays(
-    folder: str | PathLike[str], argument: str = "params"
+    where: AnyPath, argument: str = "params"
 ) -> dict[TreePath, SavedArray | SavedCodes]:
     """The arrays of a checkpoint by path; nothing is loaded yet.
 
     Args:
-        folder: The checkpoint.
+        where: The checkpoint.
         argument: The user's argument, for errors.
 
     Raises:
         CheckpointError: If there is no checkpoint that Orbax can read, or it is a damaged one of
             this library.
     """
-    where = parsed_path(folder, argument)
     if not where.is_dir():
         raise CheckpointError(f"`{argument}`: there is no folder {where}")
     if not has_manifest(where) and (found := _checkpoints_in(where)):
@@ -217,7 +216,8 @@ def with_given_parameters(
 
     Args:
         params: A tree of arrays under the model's own paths, or the folder of a checkpoint that
-            Orbax can read. Any object with a shape, a dtype and `__array__` is an array.
+            Orbax can read, or of a run. Any object with a shape, a dtype and `__array__` is an
+            array.
         initial: The model's own values.
         adapted: The model as parameters and a pure loss.
         dtypes: The dtype that must hold each parameter exactly; None if it may be rounded.
@@ -228,6 +228,7 @@ def with_given_parameters(
         CheckpointError: If Orbax can't read the folder.
     """
     is_folder = isinstance(params, str | PathLike)
+    params = checkpoint_at(params, "params") if is_folder else params
     every = (saved or saved_arrays(params)) if is_folder else _arrays(params)
     every = {_without_value(name): array for name, array in every.items()}
     own = [*map(_names, adapted.paths)]
