@@ -16,6 +16,19 @@ def path_name(path: ModelPath) -> str:
     return "/".join(map(str, path))
 
 
+def finds(pattern: str, name: str) -> bool:
+    """Whether a pattern finds a path.
+
+    Args:
+        pattern: Whole names of a path, such as `head` or `layers/3`, or, with any special
+            character, a regular expression to search for.
+        name: The path, as `path_name` has it.
+    """
+    if re.search(r"[\\^$.|?*+()[\]{}]", pattern):
+        return re.search(pattern, name) is not None
+    return f"/{pattern.strip('/')}/" in f"/{name}/"
+
+
 def module_path(path: ModelPath) -> ModelPath:
     """A path with one component for each module.
 

@@ -84,8 +84,9 @@ def compare_plans(
             host's memory can't hold; None for none; see `plan`.
         disk_budget: Maximum bytes that the process may take in `disk_dir`, or text such as
             "500GiB"; None for what is free.
-        trainable: The parameters to train, as a regular expression on their paths, a predicate of
-            the path, a filter of `flax.nnx`, or a list of these; None trains all; see `plan`.
+        trainable: The parameters to train, as names or a regular expression in their paths, a
+            predicate of the path, a filter of `flax.nnx`, or a list of these; None trains all; see
+            `plan`.
         eval_loss_fn: Loss function to evaluate with, called as `loss_fn` is; None for `loss_fn`;
             see `plan`.
         on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to leave

@@ -96,10 +96,10 @@ class Trainer(ExplainedAttributes):
             params: Parameters to start from instead of the model's own: a tree of arrays under the
                 model's paths (objects with a shape, a dtype and `__array__`, such as memory-mapped
                 files, are read one by one), or the folder of a checkpoint that Orbax can read, or
-                of a run, which stands for its newest checkpoint.
-                Their dtype may be narrower than the masters', not wider. The model's statistics, as
-                of BatchNorm, are taken from there, too; a warning names those that a folder lacks.
-                Other variables are ignored, and a tree must contain nothing else.
+                of a run, which stands for its newest checkpoint. Their dtype may be narrower than
+                the masters', not wider. The model's statistics, as of BatchNorm, are taken from
+                there, too; a warning names those that a folder lacks. Other variables are ignored,
+                and a tree must contain nothing else.
             continues: Folder of the checkpoints that `train` will resume from, if there are any:
                 with `microbatches` "auto", the numbers of microbatches and waves are those of the
                 newest one, if they divide a batch.
@@ -130,13 +130,15 @@ class Trainer(ExplainedAttributes):
                 devices.
             disk_budget: Maximum bytes that the process may take in `disk_dir`, or text such as
                 "500GiB"; None for what is free.
-            trainable: The parameters to train, as a regular expression on their paths, a predicate
-                of the path, a filter of `flax.nnx`, or a list of these; None trains all. An
-                expression such as ``"layers/.*/(q|v)_proj"`` is searched for in the path as text. A
-                filter is a type such as `nnx.LoRAParam`, `nnx.Not(...)`, or a predicate of path and
-                variable. Any of a list may choose a parameter. Predicates return Booleans. Frozen
-                parameters have neither gradients nor optimizer state and are only copied to the
-                device, in `precision.frozen` if that is given; the optimizer sees
+            trainable: The parameters to train, as names or a regular expression in their paths, a
+                predicate of the path, a filter of `flax.nnx`, or a list of these; None trains all.
+                Names such as "head" or "layers/3" are whole ones: "head" does not find
+                ``multihead/kernel``. Text with other characters, such as
+                ``"layers/.*/(q|v)_proj"``, is an expression, which is searched for in the path as
+                text. A filter is a type such as `nnx.LoRAParam`, `nnx.Not(...)`, or a predicate of
+                path and variable. Any of a list may choose a parameter. Predicates return Booleans.
+                Frozen parameters have neither gradients nor optimizer state and are only copied to
+                the device, in `precision.frozen` if that is given; the optimizer sees
                 `optax.MaskedNode` in their place. Running statistics, as of BatchNorm, are no
                 parameters: those of frozen modules change too, unless these are in evaluation mode:
                 `model.backbone.eval()` in NNX, `use_running_average=True` in Linen.

@@ -1,5 +1,6 @@
 """Frozen parameters: exact results for the others, and neither gradients nor state nor way back."""
 
+import itertools
 import re
 
 import jax
@@ -14,7 +15,7 @@ import small
 from inside import spec_of, store_of
 from megatrain_jax._src.common.keys import PASSING, Kind
 from megatrain_jax._src.common.trees import path_name
-from megatrain_jax._src.engine.adapt.adapters import adapt, is_frozen, trainable_mask
+from megatrain_jax._src.engine.adapt.adapters import adapt, flatten, is_frozen, trainable_mask
 from megatrain_jax._src.engine.schedule.instructions import Op
 from messages import refuses, tells, warns
 from optimizers import OPTIMIZERS
@@ -209,6 +210,25 @@ def test_a_function_chooses_and_mistakes_are_named():
     # A list chooses what its patterns choose, joined as alternatives.
     tree = adapted.params_tree(adapted.shapes)
     assert trainable_mask(("bias", "pair"), tree) == trainable_mask("bias|pair", tree)
+    # Names are whole ones, at any place of a path; expressions are searched for in it.
+    tree = {n: {"0": SHAPE, "10": SHAPE} for n in ("head", "multihead", "head_norm")}
+    for given, expected in {
+        "head": "head/0 head/10",
+        "10": "head/10 multihead/10 head_norm/10",
+        "head/1": "",
+        "/head/10/": "head/10",
+        "d/1": "",
+        "head/1.*": "head/10 multihead/10",
+        "^head": "head/0 head/10 head_norm/0 head_norm/10",
+        ".*_norm": "head_norm/0 head_norm/10",
+    }.items():
+        if not expected:
+            with refuses(ValueError, f"'{given}'", f"'.*{given}'"):
+                trainable_mask(given, tree)
+            continue
+        paths = [path_name(path) for path in flatten(tree)[0]]
+        chosen = itertools.compress(paths, trainable_mask(given, tree))
+        assert {*chosen} == {*expected.split()}
     for bad, error, *named in [
         ("layers/q_proj", ValueError, "layers/q_proj", "model"),
         ("(", ValueError, "(", "regular"),
@@ -247,7 +267,7 @@ def adapted_loss(model, batch):
     return (model(batch["x"]) ** 2).mean()
 
 
-SGD = optax.sgd(0.1)
+SGD, SHAPE = optax.sgd(0.1), jax.ShapeDtypeStruct((), jnp.float32)
 ADAPTED_BATCH = {"x": np.ones((2, 4), np.float32)}
 FILTERS = [
     nnx.LoRAParam,

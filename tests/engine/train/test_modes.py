@@ -174,7 +174,7 @@ def test_frozen_modules_in_evaluation_mode_stay_in_it():
         assert found["layers/dropout/rngs/count"] > 0
 
 
-@pytest.mark.parametrize("trainable", ["Dense_2", "Dense_0", None, "BatchNorm"])
+@pytest.mark.parametrize("trainable", ["Dense_2", "Dense_0", None, "BatchNorm_0"])
 def test_statistics_of_frozen_linen_modules_are_told(trainable: str | None):
     told = trainable in ("Dense_2", "Dense_0")
     named = warns(UserWarning, "`trainable`", "BatchNorm_0/mean")

@@ -301,7 +301,7 @@ FINETUNE = [
     option(
         "lora_rank",
         2,
-        At(place="fit.trainable", expected="lora|^score/"),
+        At(place="fit.trainable", expected=["lora", "^score/"]),
         "lora.rank",
         objective="reward",
     ),
@@ -343,8 +343,8 @@ FINETUNE = [
     option(
         "trainable",
         "norm",
-        At(place="fit.trainable", expected="lora|norm"),
-        At(place="plan.trainable", expected="lora|norm"),
+        At(place="fit.trainable", expected=["lora", "norm"]),
+        At(place="plan.trainable", expected=["lora", "norm"]),
         **OF_MERGED,
     ),
     option("frozen", "int8", *precision("frozen"), trainable="norm"),
@@ -364,7 +364,7 @@ FINETUNE = [
     option(
         "adapter",
         "other-model",
-        At(place="fit.trainable", expected="lora|^score/"),
+        At(place="fit.trainable", expected=["lora", "^score/"]),
         objective="reward",
     ),
     option("lora_alpha", 8.0, "lora.alpha", lora_rank=2),
@@ -446,7 +446,7 @@ PLAN = [
     option("clip", 0.5, "clip_by_global_norm.max_norm"),
     option("ema_decay", 0.75, "plan.ema_decay"),
     option("trainable", "norm", "plan.trainable"),
-    option("trainable", "norm", At(place="plan.trainable", expected="lora|norm"), lora_rank=2),
+    option("trainable", "norm", At(place="plan.trainable", expected=["lora", "norm"]), lora_rank=2),
     option("frozen", "int8", precision("frozen")[1], trainable="norm"),
     option("frozen", "nf4", precision("frozen")[1], lora_rank=2),
     option(

@@ -33,7 +33,7 @@ def trainer() -> mt.Trainer:
         optax.sgd(5.0),
         BATCH,
         precision="float32",
-        trainable="lora_",
+        trainable=".*lora_",
         ema_decay=0.75,
         progress=False,
     )

@@ -339,7 +339,7 @@ def test_adapters_of_a_decoder_learn_in_float16_as_in_float32(monkeypatch):
             optax.adamw(1e-2, eps=EPS),
             batch,
             precision=precision,
-            trainable="lora_",
+            trainable=".*lora_",
             progress=False,
         )
         rows.append([trainer.read(trainer.step(batch)) for _ in range(3)])

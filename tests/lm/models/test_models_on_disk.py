@@ -51,7 +51,7 @@ def make(folder: Path, optimizer: Any, precision: str, adapters: bool, **sizes: 
         optimizer,
         batch(0),
         precision=PRECISIONS[precision],
-        trainable="lora_" if adapters else None,
+        trainable=".*lora_" if adapters else None,
         device_budget="minimum",
         disk_dir=folder,
         progress=False,

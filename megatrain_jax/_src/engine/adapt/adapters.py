@@ -19,7 +19,6 @@ functions also work on tracers, so a model can be split without being allocated.
 
 import dataclasses
 import inspect
-import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from flax import linen, nnx
 from jax.core import Tracer
 
 from megatrain_jax._src.common import checks, trees
-from megatrain_jax._src.common.trees import ModelPath, path_name
+from megatrain_jax._src.common.trees import ModelPath, finds, path_name
 from megatrain_jax._src.engine.adapt.initial_values import (
     InitialValues,
     initial_values_of,
@@ -111,9 +110,9 @@ def trainable_mask(trainable: Any, params: Any) -> tuple[bool, ...]:
     """Selects the parameters to train.
 
     Args:
-        trainable: a regular expression to search for in a parameter's path, a predicate of the
-            path as text, a filter of `flax.nnx`, a tuple of these of which any may choose a
-            parameter, or None for all.
+        trainable: a pattern that `finds` a parameter's path, a predicate of the path as text, a
+            filter of `flax.nnx`, a tuple of these of which any may choose a parameter, or None for
+            all.
         params: the tree of all parameters, with shapes in place of arrays.
 
     Raises:
@@ -139,7 +138,7 @@ def _chosen(trainable: Any, names: Sequence[str], items: Sequence[tuple[ModelPat
     is_function = callable(trainable) and not isinstance(trainable, type)
     found: list[Any]
     if isinstance(trainable, str):
-        found = [re.search(trainable, name) is not None for name in names]
+        found = [finds(trainable, name) for name in names]
     elif is_function and checks.can_be_called(trainable, 1):
         found = [trainable(name) for name in names]
     else:
@@ -171,6 +170,8 @@ def _chosen(trainable: Any, names: Sequence[str], items: Sequence[tuple[ModelPat
                 ". These have no types of variables, as only modules of flax.nnx do: choose by "
                 "path, as in trainable='head'"
             )
+        if isinstance(trainable, str) and any(trainable in name for name in names):
+            of_types = f". For a part of a name, write '.*{trainable}'"
         raise ValueError(
             f"`trainable`={trainable!r} chooses no parameter; the model has {shown}{of_types}"
         )

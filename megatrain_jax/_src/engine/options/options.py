@@ -87,9 +87,11 @@ class Options:
             timed at the start. Each process of a run takes space for its own devices.
         disk_budget: Maximum bytes that the process may take in `disk_dir`, or text such as
             "500GiB"; None for what is free.
-        trainable: The parameters to train, as a regular expression on their paths, a predicate of
-            the path, a filter of `flax.nnx`, or a list of these; None trains all. An expression
-            such as ``"layers/.*/(q|v)_proj"`` is searched for in the path as text. A filter is a
+        trainable: The parameters to train, as names or a regular expression in their paths, a
+            predicate of the path, a filter of `flax.nnx`, or a list of these; None trains all.
+            Names such as "head" or "layers/3" are whole ones: "head" does not find
+            ``multihead/kernel``. Text with other characters, such as ``"layers/.*/(q|v)_proj"``, is
+            an expression, which is searched for in the path as text. A filter is a
             type such as `nnx.LoRAParam`, `nnx.Not(...)`, or a predicate of path and variable. Any
             of a list may choose a parameter. Predicates return Booleans. Frozen parameters have
             neither gradients nor optimizer state and are only copied to the device, in

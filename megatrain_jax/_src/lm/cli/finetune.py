@@ -1,7 +1,6 @@
 """`megatrain-jax finetune`: from a checkpoint and data files to a new checkpoint or adapters."""
 
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from flax import nnx
 import megatrain_jax as mt
 from megatrain_jax import data, models, objectives
 from megatrain_jax._src.common.outside import naming
+from megatrain_jax._src.common.trees import finds
 from megatrain_jax._src.lm.cli import model_and_batch
 from megatrain_jax._src.lm.cli import training_recipe as training
 from megatrain_jax._src.lm.cli.errors import as_value_errors, option
@@ -321,7 +321,7 @@ def check_new_rows(settings: FinetuneSettings, trainable: Sequence[str] | str | 
     """
     if settings.new_tokens is None or trainable is None:
         return
-    if not any(re.search(pattern, "embed_tokens/weight") for pattern in listed(trainable)):
+    if not any(finds(pattern, "embed_tokens/weight") for pattern in listed(trainable)):
         raise ValueError(
             "`new_tokens` have rows in the embeddings, but these are not trained: choose them by "
             "`trainable` or `lora_modules_to_save`; or go on from an `adapter` with embeddings"

@@ -99,8 +99,8 @@ class FinetuneSettings(run_settings.TrainingSettings):
             for none.
         merge: Text to put between consecutive turns of one role; without it, such rows are invalid.
         leading: Treatment of assistant turns before the first user turn.
-        trainable: Regular expression on paths of the trained parameters, one or several; default:
-            all. With adapters, parameters to train beside them.
+        trainable: Name, or regular expression, in the paths of trained parameters, one or several;
+            default: all. With adapters, parameters to train beside them.
         frozen: Form of frozen parameters at rest, "nf4" for 4 bits as in QLoRA; default: the
             masters' form, or with adapters bfloat16 if the checkpoint is.
         adapter: Folder of adapters (LoRA) for the model, of this command or of PEFT, to go on

@@ -38,8 +38,8 @@ class GrpoSettings(run_settings.RunSettings):
         mask_truncated_completions: Whether completions of maximum length don't count in the loss.
         log_completions: Add the first prompt's completions to the logs after each multiple of this
             number of steps; 0 for never.
-        trainable: Regular expression on paths of the trained parameters, one or several; default:
-            all.
+        trainable: Name, or regular expression, in the paths of trained parameters, one or several;
+            default: all.
         frozen: Form of frozen parameters at rest, also of a stored reference; default: int8 for a
             reference, else the masters' form, or with adapters bfloat16 if the checkpoint is.
         lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for

@@ -45,7 +45,7 @@ def lora_options(settings: Any) -> dict[str, Any]:
 
 def with_adapters(
     model: Any, trainable: Sequence[str] | str | None, options: Mapping[str, Any], **more: Any
-) -> tuple[Any, Any, str]:
+) -> tuple[Any, Any, list[str] | str]:
     """Adds adapters to a model; see `trained_with`.
 
     Args:
@@ -66,15 +66,16 @@ def with_adapters(
 
 def trained_with(
     adapted: "models.Lora", trainable: Sequence[str] | str | None
-) -> tuple[Any, Any, str]:
-    """A model with adapters, its parameters, and the pattern of all that are trained.
+) -> tuple[Any, Any, list[str] | str]:
+    """A model with adapters, its parameters, and the patterns of all that are trained.
 
     Args:
         adapted: The model with adapters.
         trainable: Patterns of further parameters to train; None for none.
     """
-    pattern = "|".join([adapted.trainable, *filter(None, listed(trainable))])
-    return adapted.model, adapted.params, pattern
+    further = [*filter(None, listed(trainable))]
+    patterns = [adapted.trainable, *further] if further else adapted.trainable
+    return adapted.model, adapted.params, patterns
 
 
 def frozen_of(given: Frozen | None, has_adapters: bool, saved: str | None) -> Frozen | None:

@@ -43,8 +43,8 @@ class PlanSettings(run_settings.Settings):
         optimizer_options: Further keywords of the optimizer in Optax, such as {momentum: 0.9}.
         clip: Maximum global norm of the gradients; null for no clipping.
         ema_decay: Decay of a moving average of the trained parameters; default: no average.
-        trainable: Regular expression on paths of the trained parameters, one or several; default:
-            all.
+        trainable: Name, or regular expression, in the paths of trained parameters, one or several;
+            default: all.
         frozen: Form of frozen parameters at rest, "nf4" for 4 bits as in QLoRA; default: the
             masters' form, or with adapters bfloat16, unless the model's config.json has another
             dtype.

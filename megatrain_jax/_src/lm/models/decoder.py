@@ -8,7 +8,6 @@ For training, NEFTune adds noise to embeddings (https://arxiv.org/abs/2310.05914
 is the reference of reinforcement learning.
 """
 
-import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
@@ -21,6 +20,7 @@ from jaxtyping import Array, Float, Integer
 
 from megatrain_jax import losses
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.trees import finds
 from megatrain_jax._src.lm.models.arrays import check_array, check_counts, check_floating, check_ids
 from megatrain_jax._src.lm.models.config import DecoderConfig
 from megatrain_jax._src.lm.models.decoder_options import ParameterMaker
@@ -378,7 +378,7 @@ def with_reference(
         if callable(trainable):
             return bool(trainable(rest))
         patterns: Sequence[str] = [trainable] if isinstance(trainable, str) else trainable
-        return any(re.search(pattern, rest) for pattern in patterns)
+        return any(finds(pattern, rest) for pattern in patterns)
 
     both = (
         None
