@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import megatrain_jax as mt
+from messages import refuses
 
 X = np.ones((4, 3), np.float32)
 
@@ -36,6 +37,19 @@ def good_loss(model: Any, batch: Any) -> Any:
     return jnp.mean(model(batch) ** 2)
 
 
+def schedule(step: Any) -> Any:
+    return 0.1 if step > 10 else 1.0
+
+
+def needs_value(model: Any, batch: Any) -> Any:
+    return float(good_loss(model, batch))
+
+
+def wrong_init(params: Any) -> Any:
+    raise KeyError("mine")
+
+
+WRONG = optax.chain(optax.GradientTransformation(wrong_init, optax.sgd(0.1).update))
 CALLS = {
     "loss": lambda: mt.fit(Net(), loss_fn, [X], optax.sgd(0.1), progress=False),
     "plan": lambda: mt.plan(Net(), loss_fn, optax.sgd(0.1), X),
@@ -45,12 +59,22 @@ CALLS = {
     "trainer": lambda: mt.Trainer(Net(), good_loss, optax.sgd(0.1), X, progress=False).evaluate(
         [X], loss_fn
     ),
+    "value": lambda: mt.plan(Net(), needs_value, optax.sgd(0.1), X),
+    "schedule": lambda: mt.plan(Net(), good_loss, optax.adamw(schedule), X),
+    "optimizer": lambda: mt.plan(Net(), good_loss, WRONG, X),
+}
+OWN = {
+    "callback": ["fails_late"],
+    "value": ["needs_value"],
+    "schedule": ["schedule"],
+    "optimizer": ["wrong_init"],
 }
 
 
 def frames(call: Any) -> list[str]:
-    with pytest.raises((TypeError, RuntimeError)) as caught:
+    with pytest.raises((TypeError, RuntimeError, ValueError)) as caught:
         call()
+    assert caught.value.__cause__ is None  # whose frames would stand before the user's
     found = traceback.extract_tb(caught.value.__traceback__)
     return [
         frame.name
@@ -61,8 +85,13 @@ def frames(call: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_frames_are_the_users(name: str):
-    own = ["fails_late"] if name == "callback" else ["loss_fn", "inner"]
+    own = OWN.get(name, ["loss_fn", "inner"])
     assert [f for f in frames(CALLS[name]) if f not in ("frames", "<lambda>")] == own
+
+
+def test_an_optimizer_that_branches_on_the_step_is_named():
+    with refuses(TypeError, "`optimizer`", "test_user_tracebacks.py", "step > 10", "jnp.where"):
+        CALLS["schedule"]()
 
 
 def test_all_frames_are_shown_where_jax_shows_its_own(monkeypatch: pytest.MonkeyPatch):

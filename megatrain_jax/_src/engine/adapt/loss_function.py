@@ -7,10 +7,8 @@ reported here, with the name of the user's function.
 
 import contextlib
 import inspect
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -18,20 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.common.checks import refused
+from megatrain_jax._src.common.needed_values import NEEDS_VALUE, value_needed
 
 # The names that every step's record uses itself, and the prefix of its evaluation's names.
 RESERVED = ("loss", "grad_norm", "loss_scale", "seconds", "skipped", "step")
 EVAL_PREFIX = "eval_"
 _BATCHES = ("batch", "data")
 _KEYS = ("rng", "key")
-# Raised where Python needs the number of an array, as by `float`, `if` or NumPy.
-_NEEDS_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-# Code of these packages passes a traced array on; the line that asked for its value is the user's.
-_LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "equinox", "optax", __name__.partition(".")[0])
 _UNPACK = "a batch is passed whole: unpack it inside, as in x, y = batch"
 
 
@@ -151,27 +142,12 @@ def explaining_concretization(loss_fn: Callable[..., Any]) -> Iterator[None]:
     """
     try:
         yield
-    except _NEEDS_VALUE as error:
+    except NEEDS_VALUE as error:
         who = f"{argument_of(loss_fn)} ({name_of(loss_fn)})"
         is_loss = not isinstance(loss_fn, Prediction)
         advice = 'return it as a metric, (loss, {"name": number}), or ' if is_loss else ""
-        raise TypeError(
-            f"{who} needs the value of an array{_line_of(error)}. It is traced once, on shapes, "
-            "before any array has a value: float(), .item(), NumPy and `if` can't be used on one. "
-            f"To look at one, {advice}print it with jax.debug.print. Compute with jax.numpy, and "
-            "choose by jnp.where"
-        ) from error
-
-
-def _line_of(error: Exception) -> str:
-    """The last line of the user's code in an error's traceback, in words; "" if there is none."""
-    place = ""
-    lines = traceback.extract_tb(error.__traceback__)
-    for (frame, _), line in zip(traceback.walk_tb(error.__traceback__), lines, strict=True):
-        is_library = frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES
-        if not is_library and not frame.f_code.co_filename.startswith("<"):
-            place = f", at {Path(line.filename).name}:{line.lineno}, `{line.line}`"
-    return place
+        look = f"To look at one, {advice}print it with jax.debug.print. "
+        raise value_needed(who, error, look) from None
 
 
 def checked_result(

@@ -29,6 +29,7 @@ import numpy as np
 import optax
 
 from megatrain_jax._src.common.checks import refused
+from megatrain_jax._src.common.needed_values import NEEDS_VALUE, value_needed
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.effects import has_side_effects
 from megatrain_jax._src.engine.program.layers.blocks import Leaf, assemble
@@ -263,15 +264,17 @@ _AS_OPTAX_CALLS_IT = (
 
 
 def _explained(trace: Callable[[], jx.Traced]) -> jx.Traced:
-    """Traces, and rewords any error, which may come from the user's code."""
+    """Traces, and rewords any error, which may come from the user's code and keeps its frames."""
     try:
         return trace()
+    except NEEDS_VALUE as error:
+        raise value_needed("`optimizer`", error) from None
     except Exception as error:
         asks = any(words in str(error) for words in _ASKING)
         raise ValueError(
             f"optimizer could not be traced ({type(error).__name__}: {error}). "
             + (_ASKS_FOR_MORE if asks else _AS_OPTAX_CALLS_IT)
-        ) from error
+        ).with_traceback(error.__traceback__) from None
 
 
 def _check_results(
