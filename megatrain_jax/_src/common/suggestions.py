@@ -131,6 +131,29 @@ def hinting(value: _T, module: str) -> _T:
     return made
 
 
+class _Handed(list[Any]):
+    """An argument that the callee takes out: frames on the way to it hold an empty list then."""
+
+
+def lets_go(*names: str) -> Callable[[_T], _T]:
+    """Marks a function that passes these arguments to `take` before it makes anything large.
+
+    An argument that the caller made for the call alone, such as a model, can then be freed during
+    the call: nothing holds it but the function itself.
+    """
+
+    def marked(function: _T) -> _T:
+        function._lets_go = names  # type: ignore[attr-defined]
+        return function
+
+    return marked
+
+
+def take(argument: Any) -> Any:
+    """Takes out an argument that `lets_go` names; any other is itself."""
+    return argument.pop() if isinstance(argument, _Handed) else argument
+
+
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that explains the errors of its keywords and of options without their names."""
     parameters = inspect.signature(function).parameters.values()
@@ -143,6 +166,7 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
     most = None if inspect.Parameter.VAR_POSITIONAL in kinds else most
     if not named or hasattr(function, "_explained"):
         return function
+    handed = getattr(function, "_lets_go", ())
 
     @functools.wraps(function)
     def called(*args: Any, **given: Any) -> Any:
@@ -157,6 +181,11 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
                 f"{function.__qualname__}() takes {most} positional arguments but {len(args)} were "
                 f"given; options after `{positional[-1]}` need their names{hint}"
             )
+        if handed:
+            args = tuple(
+                _Handed([x]) if n in handed else x for n, x in zip(positional, args, strict=False)
+            )
+            given = {n: _Handed([x]) if n in handed else x for n, x in given.items()}
         try:
             return function(*args, **given)
         except Exception as error:

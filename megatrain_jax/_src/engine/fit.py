@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.settings import changes
+from megatrain_jax._src.common.suggestions import lets_go, take
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.adapt.loss_function import EVAL_PREFIX
 from megatrain_jax._src.engine.checkpoint.saved_settings import (
@@ -67,6 +68,7 @@ _ONE_BATCH = "to train on one batch, pass itertools.repeat(batch) and `steps`"
 _END = object()
 
 
+@lets_go("model", "params")
 def fit(
     model: Any,
     loss_fn: Callable[..., Any],
@@ -210,6 +212,7 @@ def fit(
         SystemExit: After SIGTERM.
     """
     loop, run = taken(LoopOptions, locals()), taken(Options, locals())
+    model, params = take(model), take(params)  # after `locals()`, which would keep them
     resume = checks.boolean("resume", resume)
     check_order("fit(model, loss_fn, data, optimizer)", optimizer, "data", data)
     check_parts(model, loss_fn, optimizer, params)
@@ -228,6 +231,7 @@ def fit(
         sample = _first_batch(source, run.least_microbatches, own)
         continues = loop.checkpoint_dir if resume else None
         prepared = prepare(model, loss_fn, optimizer, sample, params, continues, loop.progress, run)
+        del model, params  # now freed, if they were made for this call
         evaluation = _checked_metrics(prepared, loop)
         trainer = started(prepared)
         del prepared  # it may have all parameters as arrays

@@ -1,5 +1,7 @@
 """Starting from given parameters: trees, checkpoints of others, and what does not fit."""
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -270,6 +272,34 @@ def test_the_model_s_other_variables_may_lie_beside_the_parameters(name):
     strange["odd_one"] = {"a": np.ones(3)}
     with pytest.raises(ValueError, match="model:\n  odd_one/a .*not"):
         start(case, params=strange)
+
+
+@pytest.mark.parametrize("given", ["model", "keyword", "params"])
+def test_arrays_made_for_a_call_are_freed_before_its_first_step(given):
+    made, alive = [], []
+
+    def tree():
+        arrays = {"w": jnp.ones((4, 2))}
+        made.append(weakref.ref(arrays["w"]))
+        return arrays
+
+    def look(trainer, record):
+        gc.collect()  # JAX and Flax leave cycles
+        alive.append(made[-1]() is not None)
+
+    def loss_fn(params, batch):
+        return ((batch @ params["w"]) ** 2).mean()
+
+    data, callbacks = [np.ones((2, 4), np.float32)], [look]
+    # Without `**`, for which Python 3.11 keeps the arguments until the call ends.
+    if given == "keyword":
+        mt.fit(model=tree(), loss_fn=loss_fn, data=data, optimizer=UNCHANGING, callbacks=callbacks)
+    elif given == "params":
+        made_of = {"w": jnp.zeros((4, 2))}
+        mt.fit(made_of, loss_fn, data, UNCHANGING, params=tree(), callbacks=callbacks)
+    else:
+        mt.fit(tree(), loss_fn, data, UNCHANGING, callbacks=callbacks)
+    assert alive == [False]
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):

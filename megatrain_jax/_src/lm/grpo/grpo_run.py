@@ -20,6 +20,7 @@ import megatrain_jax as mt
 from megatrain_jax import Trainer, distributed, losses
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tell_phase
+from megatrain_jax._src.common.suggestions import lets_go, take
 from megatrain_jax._src.lm.common.prompts import is_messages, prompt_ids, shown_prompt
 from megatrain_jax._src.lm.grpo import policy_batch
 from megatrain_jax._src.lm.grpo.rewards import RewardFunction, Rewards
@@ -330,6 +331,7 @@ def _sample_std(values: np.ndarray) -> float:
     return float(there.std(ddof=1)) if len(there) > 1 else math.nan
 
 
+@lets_go("model", "params")
 def train_grpo(
     model: Decoder | Callable[[], Decoder],
     rows: Sequence[Mapping[str, Any]],
@@ -401,6 +403,7 @@ def train_grpo(
         CheckpointError: See `fit`.
         FloatingPointError: See `fit`.
     """
+    model, params = take(model), take(params)
     options = options or policy_batch.GrpoOptions()
     checks.instance("options", options, policy_batch.GrpoOptions, "a models.GrpoOptions")
     rewarding = Rewards(rewards, options.reward_weights)
@@ -440,6 +443,7 @@ def train_grpo(
         progress=progress,
         **settings,
     )
+    del model, params, trained  # now freed, if they were made for this call
     rollouts.use(trainer, progress=progress and trainer.processes.is_first)
     return mt.train(
         trainer,
