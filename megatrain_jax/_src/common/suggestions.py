@@ -37,8 +37,8 @@ _NOTES = {
 _PARAMETERS = "pass `params=` to a new Trainer, or restore a checkpoint"
 _RATE = (
     "the optimizer has it: give that a schedule, as in "
-    "optax.adamw(optax.cosine_decay_schedule(1e-3, 1000)), or make a new Trainer with another "
-    "optimizer and restore a checkpoint"
+    "optax.adamw(optax.cosine_decay_schedule(1e-3, 1000)), or write "
+    "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3) and call `set_hyperparams`"
 )
 _NEW = (
     "it is fixed when a trainer is made: pass it to a new Trainer, and restore a checkpoint there"
@@ -47,7 +47,7 @@ _HOW_TO_SET = {
     **dict.fromkeys(("loss_fn", "optimizer", *RUN_OPTIONS), _NEW),
     **{name: f"pass `{name}=` to `train`" for name in LOOP_OPTIONS},
     **dict.fromkeys(("params", "model"), _PARAMETERS),
-    "opt_state": "restore a checkpoint",
+    "opt_state": "restore a checkpoint, or call `set_hyperparams`",
     **dict.fromkeys(("learning_rate", "lr"), _RATE),
 }
 

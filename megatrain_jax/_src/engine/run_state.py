@@ -39,6 +39,11 @@ from megatrain_jax._src.engine.options.options import WhichParams, check_which
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.sliced_values import Index, joined
 from megatrain_jax._src.engine.program.optimizer.cut import assemble_state
+from megatrain_jax._src.engine.program.optimizer.hyperparameters import (
+    find_hyperparameters,
+    find_kept,
+    injected,
+)
 from megatrain_jax._src.engine.program.optimizer.trace_optimizer import AveragedState
 from megatrain_jax._src.engine.report.table import trainer_cells
 from megatrain_jax._src.engine.runtime.compute_copy import ComputeCopy
@@ -91,6 +96,8 @@ class RunState:
         self._saved_settings: dict[str, Any] | None = None
         # Settings that are state in the restored checkpoint; None if nothing was restored.
         self._restored: Mapping[str, Any] | None = None
+        # The hyperparameters in the last `opt_state`, and what they were.
+        self._given_hyperparams: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._progress = progress
         self._sample = batch_shapes(sample_batch)
         # Functions given to evaluations, the last one used most recently; their values say whether
@@ -191,7 +198,47 @@ class RunState:
         with self._read_by_all("arrays of the optimizer's state", Kind.OPTIMIZER_STATE):
             groups = [store.leaves(Key(Kind.OPTIMIZER_STATE, g)) for g in range(len(store.layouts))]
             state = assemble_state(self.spec.optimizer, groups, store.on_host(store.globals))
-            return state.inner if isinstance(state, AveragedState) else state
+        state = state.inner if isinstance(state, AveragedState) else state
+        self._given_hyperparams = [(given, dict(given)) for given in injected(state)]
+        return state
+
+    def set_hyperparams(self, values: Mapping[str, Any]) -> None:
+        """Sets hyperparameters of later steps; see `Trainer.set_hyperparams`."""
+        cut, store = self.spec.optimizer, self.store
+        every, kept = find_hyperparameters(cut), find_kept(cut)
+        values = {name: checks.number(name, value) for name, value in values.items()}
+        if unknown := [name for name in values if name not in kept]:
+            why = (
+                "it has a schedule, which sets it in each step"
+                if unknown[0] in every
+                else f"this optimizer's are {', '.join(kept) or 'none'}; write "
+                "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3) to have them"
+            )
+            raise ValueError(f"`{unknown[0]}` is no hyperparameter that can be set: {why}")
+        with deferred_interrupt(), store.placement.outside_meshes():
+            self.training.check_whole()
+            store.placement.processes.agree("setting hyperparameters", lambda: values)
+            for name, value in values.items():
+                old = store.globals[kept[name]]
+                store.globals[kept[name]] = store.placement.put(
+                    np.asarray(value, old.dtype), old.sharding
+                )
+        self._given_hyperparams = []
+
+    def _check_hyperparams(self) -> None:
+        """Refuses hyperparameters that were set in what `opt_state` returned, a copy.
+
+        Raises:
+            ValueError: If there are some; the next call passes.
+        """
+        rows, self._given_hyperparams = self._given_hyperparams, []
+        for given, before in rows:
+            for name, value in before.items():
+                if given.get(name) is not value:
+                    raise ValueError(
+                        f"`{name}` was set in the hyperparameters of `opt_state`, which is a copy: "
+                        f"nothing changes. Call `trainer.set_hyperparams({name}=...)`"
+                    )
 
     def model(self, params: WhichParams = "trained") -> Any:
         """The user's kind of model; see `Trainer.model`."""
@@ -390,6 +437,7 @@ class RunState:
         """
         began = time.perf_counter()
         self.training.check_whole()
+        self._check_hyperparams()
         self.check(batch)
         step = self._bind(batch, train=True, loss_fn=self.spec.loss_fn)
         # Otherwise steps would queue on the device without bound, each with its batch.

@@ -438,8 +438,37 @@ class Trainer(ExplainedAttributes):
 
     @property
     def opt_state(self) -> Any:
-        """Optax's state, as host arrays in Optax's own structure; shares memory like `params`."""
+        """Optax's state, as host arrays in Optax's own structure; shares memory like `params`.
+
+        It can't be changed here: `set_hyperparams` sets the hyperparameters in it.
+        """
         return self._state.opt_state()
+
+    def set_hyperparams(self, **values: float) -> None:
+        """Sets hyperparameters that `optax.inject_hyperparams` keeps in the optimizer's state.
+
+        Later steps use them, and checkpoints save them. A callback's record may be one step behind:
+        the values are those of the steps dispatched after this call.
+
+        Args:
+            **values: New values, under the names in the records, such as ``learning_rate=1e-4``.
+
+        Raises:
+            TypeError: If a value is no number.
+            ValueError: If the optimizer has no such hyperparameter, or a schedule sets it.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+            >>> def loss_fn(model, batch):
+            ...     return (batch @ model["w"]).mean()
+            >>> batch = jnp.ones((2, 3))
+            >>> trainer = Trainer({"w": jnp.ones(3)}, loss_fn, optimizer, batch, progress=False)
+            >>> trainer.set_hyperparams(learning_rate=0.01)
+            >>> round(float(trainer.step(batch)["learning_rate"]), 4)
+            0.01
+        """
+        self._state.set_hyperparams(values)
 
     @property
     def model(self) -> Any:

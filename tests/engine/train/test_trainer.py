@@ -524,3 +524,61 @@ def test_a_parameter_stacked_over_layers_is_whole_on_the_device():
     copy = trainer.compute_copy()
     (found,) = copy.read(jax.tree.leaves(copy.model))
     np.testing.assert_array_equal(found, weights.astype(jnp.bfloat16))
+
+
+def injected(rate: Any) -> optax.GradientTransformationExtraArgs:
+    return optax.inject_hyperparams(optax.adamw)(rate, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["immediate", "deferred"])
+def test_hyperparameters_that_are_set_count_from_the_next_step(clips: bool, tmp_path):
+    optimizer: Any = injected(1e-2)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optimizer) if clips else optimizer
+
+    def made() -> mt.Trainer:
+        given = small.params(), small.loss_fn, optimizer, small.batch(0)
+        return mt.Trainer(*given, precision=FP32, progress=False)
+
+    params: Any = small.params()
+    trainer, state = made(), optimizer.init(params)
+    for step, rate in enumerate([1e-2, 3e-3, 3e-3, 0.0]):
+        if step in (1, 3):
+            trainer.set_hyperparams(learning_rate=rate)
+            (state[1] if clips else state).hyperparams["learning_rate"] = jnp.float32(rate)
+        updates, state = optimizer.update(
+            jax.grad(small.loss_fn)(params, small.batch(step)), state, params
+        )
+        params = optax.apply_updates(params, updates)
+        assert trainer.step(small.batch(step))["learning_rate"] == np.float32(rate)
+    for ours, plain in zip(trainer.params, params, strict=True):
+        np.testing.assert_allclose(ours["w"], plain["w"], rtol=0, atol=2e-6)
+    trainer.set_hyperparams(weight_decay=0.2)
+    trainer.save(tmp_path / "saved")
+    again = made()
+    again.restore(tmp_path / "saved")
+    check_same_bits(again.opt_state, trainer.opt_state)
+    found = again.step(small.batch(0))
+    assert (found["weight_decay"], found["learning_rate"]) == (np.float32(0.2), 0)
+
+
+def test_hyperparameters_are_not_set_in_a_copy_nor_against_a_schedule():
+    given, batch = (small.params(), small.loss_fn), small.batch(0)
+    trainer = mt.Trainer(*given, injected(1e-2), batch, progress=False)
+    trainer.opt_state.hyperparams["learning_rate"] = 0.5
+    with refuses(ValueError, "`opt_state`", "`trainer.set_hyperparams(learning_rate=...)`"):
+        trainer.step(batch)
+    trainer.opt_state.hyperparams["learning_rate"] = 0.5
+    trainer.set_hyperparams(learning_rate=0.25)
+    assert trainer.step(batch)["learning_rate"] == 0.25 and trainer.num_steps == 1
+    with refuses(ValueError, "`rate`", "learning_rate", "weight_decay"):
+        trainer.set_hyperparams(rate=0.5)
+    with refuses(TypeError, "`learning_rate`", "'high'"):
+        trainer.set_hyperparams(learning_rate="high")  # type: ignore[arg-type]
+    assert trainer.step(batch)["learning_rate"] == 0.25
+    scheduled = injected(optax.linear_schedule(0.1, 0.0, 10))
+    trainer = mt.Trainer(*given, scheduled, batch, progress=False)
+    with refuses(ValueError, "`learning_rate`", "schedule"):
+        trainer.set_hyperparams(learning_rate=0.5)
+    trainer = mt.Trainer(*given, optax.adam(0.1), batch, progress=False)
+    with refuses(ValueError, "`learning_rate`", "optax.inject_hyperparams("):
+        trainer.set_hyperparams(learning_rate=0.5)

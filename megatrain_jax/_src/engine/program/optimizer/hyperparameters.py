@@ -52,16 +52,22 @@ def find_hyperparameters(cut: OptimizerCut) -> dict[str, int]:
     }
 
 
-def kept_hyperparameters(cut: OptimizerCut) -> dict[str, float]:
-    """The hyperparameters without a schedule, with their initial values.
+def injected(state: Any) -> list[dict[str, Any]]:
+    """The hyperparameters in Optax's state, of each `optax.inject_hyperparams` in it."""
 
-    An update copies such a value from the previous state, so a restored state determines it.
+    def of(part: Any) -> Any:
+        return getattr(part, _FIELD, None)
 
-    Args:
-        cut: The optimizer.
+    parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(of(part), dict))
+    return [of(part) for part in parts if isinstance(of(part), dict)]
+
+
+def find_kept(cut: OptimizerCut) -> dict[str, int]:
+    """Those of `find_hyperparameters` without a schedule.
+
+    An update copies such a value from the previous state, which therefore determines it.
     """
-    positions = find_hyperparameters(cut)
-    combine, initial = cut.combine, cut.initial_globals
+    combine = cut.combine
     first = len(combine.consts) + 1 + cut.is_scaled  # after the loss and its scale
     states = combine.jaxpr.invars[first:]
     updated = combine.jaxpr.outvars[cut.num_messages :]
@@ -69,9 +75,14 @@ def kept_hyperparameters(cut: OptimizerCut) -> dict[str, float]:
     def is_kept(position: int) -> bool:
         return updated[position] in jx.dependent(combine.jaxpr, [states[position]])
 
-    kept = {name: position for name, position in positions.items() if is_kept(position)}
-    if not kept:
+    return {name: n for name, n in find_hyperparameters(cut).items() if is_kept(n)}
+
+
+def kept_hyperparameters(cut: OptimizerCut) -> dict[str, float]:
+    """The hyperparameters of `find_kept`, with their initial values."""
+    if not (kept := find_kept(cut)):
         return {}
+    initial = cut.initial_globals
     # A user's transfer guard does not concern these constants of the optimizer.
     with jax.transfer_guard("allow"):
         first = jax.device_get(jx.evaluate(initial.jaxpr, initial.consts))
