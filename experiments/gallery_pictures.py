@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiny_checkpoint
 from matplotlib.figure import Figure
 
-from pages import blocks, cells, execute
+from pages import blocks, execute
 from places import ROOT
 
 DOCS, EXAMPLES = ROOT / "docs", ROOT / "experiments" / "examples"
-CHECKPOINT = DOCS / "notebooks" / "finetune.ipynb"
 
 
 def run(page: Path) -> dict[str, Any]:
@@ -31,7 +31,8 @@ def run(page: Path) -> dict[str, Any]:
     # Other pages go on with the quickstart's names.
     before = [] if page.parent.name == "tutorials" else blocks(DOCS / "quickstart.md")[:1]
     if page.stem in ("chat", "preferences"):
-        exec(cells(CHECKPOINT, "code")[0], {"__name__": "page"})
+        tiny_checkpoint.make_checkpoint()
+        tiny_checkpoint.make_chats()
         Path("checkpoints/Qwen3-8B").symlink_to(Path("checkpoints/tiny").resolve())
     for block in [*before, *blocks(page)]:
         if page.stem == "preferences" and "result" in namespace:

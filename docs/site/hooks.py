@@ -4,13 +4,15 @@
   as its root, so these files are added under their own paths, and the links follow.
 - The front page, at `<!-- repository -->`, and all footers link to the address of the repository.
 - `<!-- quickstart -->` in a page becomes the quickstart's program, which the page's code needs.
-- The site runs the notebooks and shows their outputs. `python docs/site/hooks.py` writes those of
+- The site runs the notebooks and shows their outputs; a tiny random checkpoint stands for the one
+  that a notebook would download. `python docs/site/hooks.py` writes the outputs of
   `first_steps.ipynb` into the file itself, for those who read it elsewhere; others have none there.
 """
 
 import hashlib
 import re
 import subprocess
+import sys
 import tempfile
 import textwrap
 from functools import cache
@@ -30,6 +32,10 @@ _FOLDERS = {
 }
 _PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
 _NOTEBOOKS = "notebooks"
+_CHECKPOINT = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_STANDS = (
+    f"\n\nThe outputs on this page are of a random tiny checkpoint in the place of {_CHECKPOINT}."
+)
 # Seconds that a cell may take.
 _LONGEST_CELL = 300
 _LOG = get_plugin_logger(__name__)
@@ -102,10 +108,18 @@ def _executed(name: str, text: str) -> Path:
 
 
 def run_notebook(name: str, text: str) -> nbformat.NotebookNode:
-    """Runs a notebook in an empty folder; its outputs are without progress bars."""
+    """Runs a notebook in an empty folder at its place; its outputs are without progress bars."""
     notebook = nbformat.reads(text, as_version=4)
-    with tempfile.TemporaryDirectory() as folder:
-        where = {"metadata": {"path": folder}}
+    experiments = Path(__file__).parents[2] / "experiments"
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root, "docs", _NOTEBOOKS)
+        folder.mkdir(parents=True)
+        Path(root, "experiments").symlink_to(experiments)
+        if _CHECKPOINT in text:
+            command = [sys.executable, experiments / "tiny_checkpoint.py", folder / _CHECKPOINT]
+            subprocess.run(command, check=True)
+            notebook.cells[0].source += _STANDS
+        where = {"metadata": {"path": str(folder)}}
         nbclient.NotebookClient(notebook, timeout=_LONGEST_CELL, resources=where).execute()
     for cell in notebook.cells:
         outputs = cell.get("outputs", [])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_checkpoint
 from IPython.core.interactiveshell import InteractiveShell
 
 from megatrain_jax._src.engine import start
@@ -87,7 +88,8 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             lambda own, on, **more: KernelCache({**own, **options}, on, **more),
         )
     if page.name in WITH_CHECKPOINT:
-        exec(cells(FINETUNE, "code")[0], {"__name__": "page"})
+        tiny_checkpoint.make_checkpoint()
+        tiny_checkpoint.make_chats()
         Path("checkpoints/Qwen3-8B").symlink_to(Path("checkpoints/tiny").resolve())
     if page.name == "chat.md":
         shutil.copytree("checkpoints/tiny", "checkpoints/mine")  # as if it had been run before
@@ -125,12 +127,18 @@ def test_examples_of_docstrings_run(name: str, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.exhaustive
 def test_cells_of_the_other_notebook_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Without a kernel, which would import Transformers and JAX again.
-    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "docs" / "notebooks"
+    folder.mkdir(parents=True)
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    monkeypatch.chdir(folder)
+    tiny_checkpoint.make_checkpoint("HuggingFaceTB/SmolLM2-135M-Instruct")
     shell = InteractiveShell(ipython_dir=str(tmp_path))
     try:
         # Twice, as whoever opens it again does: the second run goes on with a run that is done.
         for code in 2 * cells(FINETUNE, "code"):
             shell.run_cell(code).raise_error()
+        before, after = (shell.user_ns[name] for name in ("before", "after"))
+        assert after["eval_loss"] < before["loss"] - 0.5
     finally:
         shell.reset()
 
