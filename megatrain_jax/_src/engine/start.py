@@ -217,7 +217,7 @@ def with_chosen_microbatches(
     planned = placed_on(AbstractMesh((run.num_devices,), ("data",)))
     tiles = TileFinder(KernelCache(platform="gpu"), planned)
 
-    def to_host(spec: RunSpec) -> RunSpec | None:
+    def to_host(spec: RunSpec) -> RunSpec:
         return fit_to_host(spec, *placement.process_counts)
 
     def fit(spec: RunSpec) -> RunSpec:
@@ -400,8 +400,7 @@ def fit_and_compile(
                 spec, tiles, free, lambda run: fit_to_host(run, *placement.process_counts)
             )
     elif spec.options.machine is None:  # otherwise its plan is that of the named hardware
-        fitted = fit_to_host(_on_cpu(spec, kernels, placement), *placement.process_counts)
-        spec = replace(spec, fits_host=False) if fitted is None else fitted
+        spec = fit_to_host(_on_cpu(spec, kernels, placement), *placement.process_counts)
     return spec, free
 
 

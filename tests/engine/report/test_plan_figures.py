@@ -168,7 +168,7 @@ def test_lists_of_a_gpu_s_memory_count_where_jax_allocates_it(monkeypatch):
         assert float(refused(spec)) == pytest.approx(float(said) + lists / GIB, abs=0.01)
         # A host with just enough room for the run has too little beside the lists.
         limited = replace(spec.options, host_budget=before)
-        assert fit_to_host(replace(spec, options=limited)) is None
+        assert fit_to_host(replace(spec, options=limited)).lacking_host
     monkeypatch.setenv(allocator.VARIABLE, "platform")
     assert planned(spec) == before
 

@@ -176,9 +176,7 @@ def test_blocks_are_cut_where_parts_save_residuals_in_the_memory_of_whole_blocks
     assert cut.seconds_per_step < 0.95 * whole.seconds_per_step
 
 
-def test_blocks_stay_whole_where_no_number_of_parts_fits_and_the_plan_says_what_does_not():
-    """Parts pass more values to each other, which would only take more of the host."""
-
+def test_where_no_number_of_parts_fits_the_plan_shows_the_one_that_needs_the_least():
     def planned(num_bytes):
         machine = replace(card("H200"), device_bytes=num_bytes, device_share=1.0)
         return make_plan(fitted(spec_of_blocks(2, hardware=machine), num_bytes))
@@ -187,8 +185,13 @@ def test_blocks_stay_whole_where_no_number_of_parts_fits_and_the_plan_says_what_
     whole, cut, unfit = planned(1 << 30), planned(least_of(spec)), planned(1000)
     assert (whole.num_parts, cut.num_parts) == (1, 2)
     assert whole.device_excess == cut.device_excess == "" and cut.fits_device
-    assert (unfit.fits_device, unfit.num_parts) == (False, 1)
-    assert unfit.host_peak_bytes == make_plan(spec).host_peak_bytes
+    spec, ways = spec_of_blocks(2, hardware=replace(card("H200"), device_bytes=1000)), []
+    while spec is not None:
+        ways.append(replace(spec, finer=None))
+        spec = spec.finer and spec.finer()
+    alone = [make_plan(fitted(way, 1000)).device_bytes for way in ways]
+    assert (unfit.fits_device, unfit.device_bytes) == (False, min(alone))
+    assert unfit.num_parts > 1 and min(alone) < alone[0]
     assert re.search(rf"{UNFIT} .*1000 B.*\bKiB .*\d parts.*layers\.1\.part 2", str(unfit))
     with pytest.raises(MemoryError, match=r"KiB .*\d parts.*Nothing"):
         check_device(unfit, 1000)

@@ -140,7 +140,7 @@ def test_a_single_microbatch_goes_in_one_wave_however_slow_it_is():
     model, _ = adapt(build_mlp, mlp_loss, BATCHES[8192], 0)
     options = Options(hardware=MACHINE)
     spec = make_run_spec(model, mlp_loss, CLIPPED, BATCHES[8192], options)
-    found = wave_search.fit_in_waves(spec, lambda run: run, MACHINE.device_bytes or 0, 0.0)
+    found = wave_search.fit_in_waves(spec, lambda run: run, 0.0)
     assert found.first.waves == found.first.microbatches == 1
 
 
@@ -173,12 +173,14 @@ def test_the_lowest_value_is_found_from_any_guess(best, first):
         ((10.0, 10.1), (100, 20), 1),
         ((10.0, 9.6), (24, 20), 1),  # nearly all of it is state
         ((math.inf, 12.0), (300, 200), 4),
+        ((math.inf, math.inf), (300, 290), 4),
+        ((math.inf, math.inf), (290, 300), 1),
     ],
 )
 def test_several_waves_are_taken_if_they_save_time_or_host_memory_at_no_cost(
     monkeypatch, seconds, host_gib, chosen
 ):
-    """By a table of one wave and of four, the only others that fit; 20 GiB are state."""
+    """By a table of one wave and of four; 20 GiB are state. With infinite seconds, neither fits."""
     gib = 2**30
     model, _ = adapt(build_mlp, mlp_loss, BATCHES[64], 0)
     run = Options(hardware=MACHINE, microbatches=4)
@@ -188,22 +190,21 @@ def test_several_waves_are_taken_if_they_save_time_or_host_memory_at_no_cost(
 
     def fit(run: RunSpec) -> RunSpec:
         first = run.first
-        time, host = table.get(first.waves, (math.inf, 0))
+        time, host = table.get(first.waves, (math.inf, 1000))
         waiting = TransientHostBytes(
             gradients=0, activations=host * gib - state_bytes(first), residuals=0
         )
         schedule = dataclasses.replace(first.schedule, seconds=time, transient=waiting)
         first = dataclasses.replace(first, schedule=schedule)
         return dataclasses.replace(
-            run, first=first, temporary_bytes=0, fits_host=not math.isinf(time)
+            run, first=first, temporary_bytes=0, lacking_host=host if math.isinf(time) else 0
         )
 
-    monkeypatch.setattr(wave_search, "fits_machine", lambda run, _: run.fits_host)
     monkeypatch.setattr(wave_search, "state_bytes", lambda _: 20 * gib)
     monkeypatch.setattr(wave_search, "least_seconds", lambda *_: 9.55)
     monkeypatch.setattr(wave_search, "least_in_waves", lambda *_: 0.0)
     monkeypatch.setattr(wave_search, "_balanced", lambda _: 4.0)
-    assert wave_search.fit_in_waves(spec, fit, 2**40, math.inf).first.waves == chosen
+    assert wave_search.fit_in_waves(spec, fit, math.inf).first.waves == chosen
 
 
 @pytest.mark.exhaustive
@@ -301,7 +302,7 @@ def test_larger_and_smaller_microbatches_than_by_memory_are_tried(
             _, waves, seconds, *_ = table[number]
             step = {"microbatches": number, "waves": waves, "workload": None, "selective": None}
             first = SimpleNamespace(schedule=SimpleNamespace(seconds=seconds), **step)
-            return SimpleNamespace(first=first, fits_host=True, host_room=math.inf)
+            return SimpleNamespace(first=first, lacking=(0, 0), host_room=math.inf)
 
         def _in_few_microbatches(self):
             return self._divided(chosen)
@@ -317,9 +318,8 @@ def test_larger_and_smaller_microbatches_than_by_memory_are_tried(
             return 0.0
 
         def _cautious(self, spec):
-            return sum(table[spec.first.microbatches][2:])
+            return spec.lacking, sum(table[spec.first.microbatches][2:])
 
-    monkeypatch.setattr(microbatches, "fits_machine", lambda spec, device_bytes: True)
     monkeypatch.setattr(microbatches, "least_seconds", lambda *_: 0.0)
     unused: Any = None
     run = Options(microbatches="auto")

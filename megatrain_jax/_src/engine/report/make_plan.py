@@ -85,7 +85,7 @@ def make_plan(
         host_budget=spec.options.host_bytes,
         device_budget=spec.budget_bytes,
         device_state_bytes=schedule.peak_bytes,
-        device_excess=_excess(spec.smallest) if spec.smallest else "",
+        device_excess=_excess(spec) if spec.lacking_device else "",
         device_other_bytes=uncounted_activation_bytes(step),
         device_temporary_bytes=spec.temporary_bytes,
         device_temporary_estimated=spec.temporary_estimated,

@@ -4,8 +4,9 @@ Functions depend on the schedule, and the schedule depends on the budget, so the
 turns: functions for the minimum budget, then the budget that these leave, then the functions that
 the new schedule needs. A function that doesn't fit is tiled. Functions are also tiled if that makes
 room for residuals that save more time. If a block still doesn't fit, all blocks are cut into parts,
-as few as possible; if no number of parts fits, blocks stay whole. Whole blocks that take the
-memory in reserve are also cut, if their parts save residuals in the same memory.
+as few as possible; if no number of parts fits, into the parts that need the fewest bytes. Whole
+blocks that take the memory in reserve are also cut, if their parts save residuals in the same
+memory.
 
 All of this is done by estimates of the functions' memory. On a GPU, the chosen functions are then
 compiled. If the compiler's figures differ so much from the estimates that the choice would, they
@@ -30,7 +31,6 @@ With a batch 20 times as long, functions need 120 GiB, uncounted values 20, the 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 
 from megatrain_jax._src.engine.kernels.cache import KernelCache
@@ -39,6 +39,7 @@ from megatrain_jax._src.engine.schedule.least_time import least_seconds
 from megatrain_jax._src.engine.schedule.schedule import BudgetError, Schedule
 from megatrain_jax._src.engine.schedule.search import find_schedule
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
+from megatrain_jax._src.engine.spec.host import peak_bytes
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.step_kernels import numbered_kernels, step_kernels
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
@@ -53,6 +54,8 @@ LARGE = 0.2
 _SHARES = (0.5, 0.25)
 WORTH = 0.05
 """Fraction of a step's estimated time that smaller tiles, parts of blocks or waves must save."""
+LESS_HOST = 0.2
+"""Fraction of host memory that they must save if not time."""
 # A function with a shorter estimate, in seconds, compiles quickly.
 _QUICK = 0.5
 # All parts of blocks together save at most this multiple of what two parts save.
@@ -65,7 +68,7 @@ def fitted_and_compiled(
     spec: RunSpec,
     tiles: TileFinder,
     device_bytes: int | None,
-    to_host: Callable[[RunSpec], RunSpec | None],
+    to_host: Callable[[RunSpec], RunSpec],
 ) -> RunSpec:
     """Fits a run to its machine, and compiles the functions of its step, and few others.
 
@@ -121,7 +124,7 @@ def fit_to_machine(
     spec: RunSpec,
     tiles: TileFinder,
     device_bytes: int | None,
-    to_host: Callable[[RunSpec], RunSpec | None],
+    to_host: Callable[[RunSpec], RunSpec],
 ) -> RunSpec:
     """Finds the memory of a step's functions, and an automatic budget from the rest.
 
@@ -129,9 +132,8 @@ def fit_to_machine(
         spec: The run before the memory of its functions is known.
         tiles: Finds tiles; its cache knows, or estimates, the functions' memory.
         device_bytes: Free device memory; None if unknown, and then no function is tiled.
-        to_host: Fits a run that is fitted to its device to its host, or returns None; see
-            `fit_to_host`. Tiles are compared by the result, because parts that stay on the device
-            need no host memory.
+        to_host: Fits a run that is fitted to its device to its host; see `fit_to_host`. Tiles are
+            compared by the result, because parts that stay on the device need no host memory.
     """
 
     def fitting(spec: RunSpec, reserved: int | None = None) -> _Fitting:
@@ -154,8 +156,9 @@ def fit_to_machine(
             break
         if _has_enough_groups(before, finer):
             break
-    # Parts that don't fit either would only pass more activations to each other.
-    return dataclasses.replace(whole, smallest=smallest)
+    if smallest.temporary_bytes is None:
+        smallest = min(whole, fitting(smallest).to_machine(), key=least_device_bytes)
+    return smallest
 
 
 def _has_enough_groups(before: RunSpec, finer: RunSpec) -> bool:
@@ -191,9 +194,7 @@ def _faster_in_parts(
         return whole
     # Smaller tiles take long to try; they are only if parts are faster without.
     trial = (found := fitting(finer)).to_machine(smaller_tiles=False)
-    fits = trial.fits_host and least_device_bytes(trial) <= device_bytes
-    is_faster = trial.first.schedule.seconds < (1 - WORTH) * schedule.seconds
-    return found.to_machine() if fits and is_faster else whole
+    return found.to_machine() if is_better(trial, whole) else whole
 
 
 def _finer(spec: RunSpec) -> RunSpec | None:
@@ -244,7 +245,7 @@ class _Fitting:
         spec: RunSpec,
         tiles: TileFinder,
         device_bytes: int | None,
-        to_host: Callable[[RunSpec], RunSpec | None],
+        to_host: Callable[[RunSpec], RunSpec],
         reserved: int | None = None,
     ):
         """See `fit_to_machine`, and `with_temporaries` for the reserved bytes."""
@@ -252,7 +253,7 @@ class _Fitting:
         self._kernels, self._placement = tiles.cache, tiles.placement
         self._to_host, self._reserved = to_host, reserved
         self._budgets: dict[int, tuple[int | None, Schedule]] = {}
-        self._on_host: dict[int, RunSpec | None] = {}
+        self._on_host: dict[int, RunSpec] = {}
         self._least = 0  # bytes that functions need in any tiles
 
     def to_machine(self, *, smaller_tiles: bool = True) -> RunSpec:
@@ -266,14 +267,17 @@ class _Fitting:
             fitted = self._tiled(None)
         else:
             fitted = self._to_device(device_bytes, smaller_tiles)
-        # A run that never fits in the host is returned unchanged, to be refused.
-        found = self._to_its_host(fitted) or dataclasses.replace(fitted, fits_host=False)
+        found = self._to_its_host(fitted)
         if not _has_functions_of(fitted.first.schedule, found.first.schedule):
             found = self._with_its_functions(found)
         if device_bytes is None:
             return found
         left = _room(fitted, device_bytes)
-        return dataclasses.replace(found, room_bytes=max(left, _needed(fitted)))
+        return dataclasses.replace(
+            found,
+            room_bytes=max(left, _needed(fitted)),
+            lacking_device=max(0, _needed(found) - _room(found, device_bytes)),
+        )
 
     def _to_device(self, device_bytes: int, smaller_tiles: bool) -> RunSpec:
         """The run fitted to its device; see `to_machine`."""
@@ -290,44 +294,36 @@ class _Fitting:
 
     def _faster(self, fitted: RunSpec, device_bytes: int) -> RunSpec:
         """The run with smaller tiles, if the memory that they free saves time."""
-        needed, best = _needed(fitted), self._seconds(fitted)
-        found = self._to_its_host(fitted)
-        first, host_room = fitted.first, math.inf if found is None else found.host_room
+        needed, first, best = _needed(fitted), fitted.first, self._to_its_host(fitted)
         for share in _SHARES:
             smaller = dataclasses.replace(fitted, temporary_bytes=round(share * needed))
             left = _left(smaller, device_bytes, self._reserved)
-            bound = least_seconds(first.workload, first.selective, left, host_room)
-            if share * needed < self._least or bound >= (1 - WORTH) * best:
+            bound = least_seconds(first.workload, first.selective, left, best.host_room)
+            is_fast = not best.lacking_host and bound >= (1 - WORTH) * best.first.schedule.seconds
+            if share * needed < self._least or is_fast:
                 break
             trial = self._tiled(share * needed)
             # Of two equally fast choices, the larger tiles are taken.
-            if self._seconds(trial) < (1 - WORTH) * best:
-                fitted, best = trial, self._seconds(trial)
+            if is_better(found := self._to_its_host(trial), best):
+                fitted, best = trial, found
         return fitted
 
-    def _to_its_host(self, fitted: RunSpec) -> RunSpec | None:
-        """The run fitted to its host; None if it never fits."""
+    def _to_its_host(self, fitted: RunSpec) -> RunSpec:
+        """The run fitted to its host."""
         # Cached like budgets: runs with equal needs have the same schedule for any tiles, and so
         # need the same host memory.
         needed = _needed(fitted)
         if needed not in self._on_host:
             self._on_host[needed] = self._to_host(fitted)
         found = self._on_host[needed]
-        return found and dataclasses.replace(
-            found,
-            first=dataclasses.replace(found.first, stages=fitted.first.stages),
-        )
+        first = dataclasses.replace(found.first, stages=fitted.first.stages)
+        return dataclasses.replace(found, first=first)
 
     def _with_its_functions(self, spec: RunSpec) -> RunSpec:
         """The run with the functions that its new schedule needs, tiled to need no more memory."""
         first = self._tiles.within(spec.first, _needed(spec))
         needed = self._needs(first)
         return dataclasses.replace(spec, first=first, temporary_bytes=max(needed, _needed(spec)))
-
-    def _seconds(self, fitted: RunSpec) -> float:
-        """Seconds per step of the run fitted to its host; infinite if it never fits."""
-        found = self._to_its_host(fitted)
-        return math.inf if found is None else found.first.schedule.seconds
 
     def _tiled(self, room: float | None) -> RunSpec:
         """The run with functions of at most `room` bytes, and the budget they leave.
@@ -388,9 +384,17 @@ class _Fitting:
         return self._kernels.estimate(of_groups) if of_groups else 0
 
 
-def fits_machine(spec: RunSpec, device_bytes: int) -> bool:
-    """Whether a fitted run fits in the host, and its parts on the device in the free memory."""
-    return spec.fits_host and _needed(spec) <= _room(spec, device_bytes)
+def is_better(other: RunSpec, simpler: RunSpec) -> bool:
+    """Whether a fitted run is better than one with fewer waves, tiles or parts of blocks.
+
+    It is if it lacks fewer bytes; of two that lack as many, if it saves more time than the clock's
+    uncertainty, or much host memory in no more time.
+    """
+    if other.lacking != simpler.lacking:
+        return other.lacking < simpler.lacking
+    seconds, before = other.first.schedule.seconds, simpler.first.schedule.seconds
+    saves_host = peak_bytes(other.first) <= (1 - LESS_HOST) * peak_bytes(simpler.first)
+    return seconds < (1 - WORTH) * before or (seconds <= before and saves_host)
 
 
 def _needed(spec: RunSpec) -> int:

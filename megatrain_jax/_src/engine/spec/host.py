@@ -51,6 +51,8 @@ from megatrain_jax._src.engine.state.pool_limit import beside_bytes
 
 _SPANS = (1, 2, 3, 4, 6, 8, 12, 16)
 _MIB_BITS = 20
+# Where nothing fits, a run that needs this fraction more than the lower bound is near enough.
+_NEAR = 0.05
 # How often more state is put on disks, because a schedule needs more memory than expected, and the
 # least part of it that is added.
 _MOST_TRIALS, _MORE = 6, 32
@@ -156,9 +158,7 @@ def host_process(spec: RunSpec, num_processes: int, processes_per_host: int) -> 
     )
 
 
-def fit_to_host(
-    spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
-) -> RunSpec | None:
+def fit_to_host(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1) -> RunSpec:
     """The run that fits in the host with the fewest stages computed again, or with disks.
 
     It has the fastest schedule with these stages. The run is unchanged if it fits already, or if
@@ -171,15 +171,20 @@ def fit_to_host(
         processes_per_host: Number of processes on each host.
 
     Returns:
-        The run; None if it never fits.
+        The run; if it never fits, the one that lacks the fewest bytes.
     """
     spread = num_processes, processes_per_host
     in_memory = _fit_in_memory(spec, *spread)
-    if not spec.options.has_disk or (in_memory and in_memory.first is spec.first):
+    is_unchanged = in_memory.first is spec.first and not in_memory.lacking_host
+    if is_unchanged or not spec.options.has_disk:
         return in_memory
     on_disk = fit_with_disk(spec, *spread)
-    found = [run for run in (in_memory, on_disk) if run is not None]
-    return min(found, key=lambda run: run.first.schedule.seconds, default=None)
+    return min(in_memory, on_disk or in_memory, key=rank)
+
+
+def rank(spec: RunSpec) -> tuple[tuple[int, int], float]:
+    """The order of runs: the one that lacks the fewest bytes is the best, then the fastest."""
+    return spec.lacking, spec.first.schedule.seconds
 
 
 def fit_with_disk(spec: RunSpec, num_processes: int, processes_per_host: int) -> RunSpec | None:
@@ -222,7 +227,7 @@ def _on_disk_in_spans(
             except BudgetError:
                 return None
             trial = dataclasses.replace(
-                spec, first=first, on_disk=on_disk, host_room=left, fits_host=True
+                spec, first=first, on_disk=on_disk, host_room=left, lacking_host=0
             )
             own = host_process(trial, num_processes, processes_per_host)
             needed = own.needed(peak_bytes(first) // num_processes)
@@ -233,38 +238,49 @@ def _on_disk_in_spans(
     return None
 
 
-def _fit_in_memory(spec: RunSpec, num_processes: int, processes_per_host: int) -> RunSpec | None:
+def _fit_in_memory(spec: RunSpec, num_processes: int, processes_per_host: int) -> RunSpec:
     """See `fit_to_host`, without disks."""
     process = host_process(spec, num_processes, processes_per_host)
     if (usable := process.usable_bytes) is None:
         return spec
 
-    def fits(peak: int, first: BoundStep = spec.first) -> bool:
+    def lacking(peak: int, first: BoundStep = spec.first) -> int:
         own = host_process(
             dataclasses.replace(spec, first=first), num_processes, processes_per_host
         )
-        return own.needed(peak) <= usable
+        return max(0, own.needed(peak // num_processes) - usable)
 
     most = process.most_bytes or 0
     room = most // process.num_devices - state_bytes(spec.first) // spec.first.num_devices
-    spec = dataclasses.replace(spec, host_room=room)
-    if fits(peak_bytes(spec.first) // num_processes):
+    spec = dataclasses.replace(spec, host_room=room, lacking_host=lacking(peak_bytes(spec.first)))
+    if not spec.lacking_host:
         return spec
 
+    def least(workload: Workload) -> int:
+        peak = spec.first.num_devices * _least_bytes_per_device(spec, workload)
+        return lacking(peak)
+
     def may_fit(workload: Workload) -> bool:
-        return fits(_least_peak_bytes(spec, workload) // num_processes)
+        return not least(workload)
 
-    if room <= 0 or not _may_fit_any(spec, may_fit):
-        return None
-    for first in _computing_again(spec, may_fit):
-        if fits(peak_bytes(first) // num_processes, first):
-            return dataclasses.replace(spec, first=first)
-    return None
+    def found(first: BoundStep) -> RunSpec:
+        lacks = lacking(peak_bytes(first), first)
+        return dataclasses.replace(spec, first=first, lacking_host=lacks)
 
-
-def _least_peak_bytes(spec: RunSpec, workload: Workload) -> int:
-    """A lower bound of `peak_bytes` over all schedules of a workload of the run's step."""
-    return spec.first.num_devices * _least_bytes_per_device(spec, workload)
+    if room > 0 and _may_fit_any(spec, may_fit):
+        for run in map(found, _computing_again(spec, may_fit)):
+            if not run.lacking_host:
+                return run
+    # Nothing fits, so what comes nearest is found; a lower bound tells where to stop.
+    nearest = spec
+    spans = {span: least(workload_with_recomputed_spans(spec.first, span)) for span in _SPANS}
+    for span in sorted(spans, key=spans.__getitem__):
+        if usable + nearest.lacking_host <= (1 + _NEAR) * (usable + spans[span]):
+            break
+        with contextlib.suppress(BudgetError):
+            first = with_recomputed_spans(spec.first, span, spec.budget_bytes, room)
+            nearest = min(nearest, found(first), key=rank)
+    return nearest
 
 
 def _least_bytes_per_device(spec: RunSpec, workload: Workload) -> int:
@@ -356,7 +372,7 @@ def check_host(spec: RunSpec, num_processes: int, processes_per_host: int) -> No
         f"Training needs {sized(needed)} of host memory: {sized(peak)} for state, waiting "
         f"values and arrays on their way{beside}, {sized(rest)} for the rest of the "
         f"process. It may take {sized(most)} (`host_budget`, or what is available). "
-        f"{_with_spans(process, spec, num_processes, needed)}Nothing was allocated. "
+        "Nothing was allocated. "
         f"{_advice(process.fixed_bytes, most)}{_with_disk(spec, num_processes, processes_per_host)}"
     )
 
@@ -381,30 +397,6 @@ def _with_disk(spec: RunSpec, num_processes: int, processes_per_host: int) -> st
         f"{read:g} GB/s and writes {written:g} a step would take about "
         f"{step.schedule.seconds:.3g} s."
     )
-
-
-def _with_spans(process: HostProcess, spec: RunSpec, num_processes: int, needed: int) -> str:
-    """A sentence on what a process needs if blocks are computed again; empty if no less."""
-    if spec.fits_host:  # blocks are computed again already, or needn't be
-        return ""
-    again = (workload_with_recomputed_spans(spec.first, span) for span in _SPANS)
-    peak = min(_least_peak_bytes(spec, workload) for workload in again)
-    least, more = process.needed(peak // num_processes), " or somewhat more"
-    if spec.base_bytes is not None:  # a CPU computes in this memory, too
-        # A little more, because it is shown rounded.
-        least, more = round(1.01 * min(_needed_by_spans(spec, num_processes), default=needed)), ""
-    if least >= needed:
-        return ""
-    return f"If blocks are computed again, it needs {sized(least)}{more}. "
-
-
-def _needed_by_spans(spec: RunSpec, num_processes: int) -> Iterator[int]:
-    """What a process needs with spans of each length, by the schedules of these steps."""
-    for span in _SPANS:
-        with contextlib.suppress(BudgetError):
-            first = with_recomputed_spans(spec.first, span, spec.budget_bytes, spec.host_room)
-            process = host_process(dataclasses.replace(spec, first=first), num_processes, 1)
-            yield process.needed(peak_bytes(first) // num_processes)
 
 
 def _advice(fixed: int, most: int) -> str:
@@ -486,7 +478,8 @@ def fit_new_shape_to_host(
     if training:
         asked = dataclasses.replace(spec, first=step)
         # What rests on disks stays there: the drives have space for nothing else.
-        if found := _fit_in_memory(asked, num_processes, processes_per_host):
+        found = _fit_in_memory(asked, num_processes, processes_per_host)
+        if not found.lacking_host:
             return found.first
         what, passing = "A step", step.schedule.transient_bytes
         tried = ", and too much even if blocks are computed again"

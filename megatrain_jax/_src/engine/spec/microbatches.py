@@ -28,7 +28,7 @@ from megatrain_jax._src.common.sizes import divisors
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.schedule.least_time import least_seconds
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
-from megatrain_jax._src.engine.spec.budget import LARGE, RESERVED, fits_machine
+from megatrain_jax._src.engine.spec.budget import LARGE, RESERVED
 from megatrain_jax._src.engine.spec.cut_run import reason_against_microbatches
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
@@ -116,13 +116,12 @@ class _Dividing:
         fitted = self._in_larger(first, device_bytes)
         # If waves have one microbatch each, smaller microbatches may be faster still.
         while fitted is first and (number := fitted.first.waves) == fitted.first.microbatches:
-            enough = (1 - _WORTH) * self._cautious(fitted)
+            lacking, seconds = self._cautious(fitted)
+            enough = lacking, (1 - _WORTH) * seconds
             finer = next((n for n in self._numbers if n >= 2 * number), None)
             # Smaller microbatches never compute faster, however much memory they leave.
-            if (
-                finer is None
-                or least_seconds(fitted.first.workload, fitted.first.selective) > enough
-            ):
+            bound = least_seconds(fitted.first.workload, fitted.first.selective)
+            if finer is None or (not any(lacking) and bound > enough[1]):
                 break
             trial = self._in_waves(self._divided(finer), device_bytes)
             if self._cautious(trial) > enough:
@@ -137,7 +136,7 @@ class _Dividing:
             fitted: The run, fitted to its machine in waves.
             device_bytes: Free device memory.
         """
-        if self._run.device_budget == "minimum" or not fits_machine(fitted, device_bytes):
+        if self._run.device_budget == "minimum" or any(fitted.lacking):
             return fitted
         while fewer := [n for n in self._numbers if n < fitted.first.microbatches]:
             enough = fitted.first.schedule.seconds
@@ -151,23 +150,22 @@ class _Dividing:
             if self._least_seconds(spec, device_bytes, fitted.host_room) > enough:
                 break
             trial = self._in_waves(spec, device_bytes)
-            is_slower = self._cautious(trial) > self._cautious(fitted)
-            if is_slower or not fits_machine(trial, device_bytes):
+            if self._cautious(trial) > self._cautious(fitted):
                 break
             fitted = trial
         return fitted
 
-    def _cautious(self, spec: RunSpec) -> float:
-        """Seconds of a fitted run's step, with time for copies that take longer than estimated.
+    def _cautious(self, spec: RunSpec) -> tuple[tuple[int, int], float]:
+        """What a fitted run lacks, and seconds of its step if copies take longer than estimated.
 
         Two numbers of microbatches may take equally long while one of them copies twice as much.
         Copies to the host also delay computations, because CUDA's pool waits for them.
         """
-        return spec.first.schedule.cautious_seconds
+        return spec.lacking, spec.first.schedule.cautious_seconds
 
     def _in_waves(self, spec: RunSpec, device_bytes: int) -> RunSpec:
         """The run fitted to its machine in the best number of waves."""
-        return fit_in_waves(spec, self._fit, device_bytes, self._room(spec, device_bytes))
+        return fit_in_waves(spec, self._fit, self._room(spec, device_bytes))
 
     def _room(self, spec: RunSpec, device_bytes: int) -> float:
         """The most bytes that state, activations and residuals can have beside the kernels."""

@@ -58,7 +58,9 @@ class RunSpec:
             if the device's memory is unknown.
         host_room: Host bytes per device that are available in addition to the state at rest;
             infinite if unknown.
-        fits_host: Whether the run's steps fit in the host's memory.
+        lacking_device: Device bytes that the run lacks, however it is cut and scheduled; 0 if it
+            fits, or if the device's memory is unknown.
+        lacking_host: Host bytes that each process lacks in the same sense.
         on_disk: The parts that rest on disks, with their class; see `Workload`.
         leaves: All leaves of the model, in the store's order.
         grouping: Groups of the leaves.
@@ -69,8 +71,6 @@ class RunSpec:
         num_groups: Number of groups that each block's experts are divided into; see
             `groups_among`.
         has_smaller_parts: See `Cut`.
-        smallest: The same run in the number of parts that needs the fewest device bytes, if none
-            fits on the device; otherwise None.
         finer: Makes the same run with blocks cut into more parts; None if there is no more.
     """
 
@@ -86,7 +86,8 @@ class RunSpec:
     measured_machine: Hardware | None = None
     room_bytes: int | None = None
     host_room: float = math.inf
-    fits_host: bool = True
+    lacking_device: int = 0
+    lacking_host: int = 0
     on_disk: Mapping[Key, int] = dataclasses.field(default_factory=dict)
     leaves: tuple[Leaf, ...]
     grouping: Grouping
@@ -96,8 +97,12 @@ class RunSpec:
     num_parts: int = 1
     num_groups: int = 1
     has_smaller_parts: bool = True
-    smallest: "RunSpec | None" = None
     finer: "Callable[[], RunSpec | None] | None" = dataclasses.field(default=None, compare=False)
+
+    @property
+    def lacking(self) -> tuple[int, int]:
+        """What the run lacks, on the device and in the host; zeros if it fits."""
+        return self.lacking_device, self.lacking_host
 
     @functools.cached_property
     def averaged_layouts(self) -> tuple[GroupLayout, ...]:

@@ -26,49 +26,43 @@ from megatrain_jax._src.engine.schedule.least_time import least_seconds
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
 from megatrain_jax._src.engine.schedule.workload import Workload
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
-from megatrain_jax._src.engine.spec.budget import WORTH, fits_machine
+from megatrain_jax._src.engine.spec.budget import LESS_HOST, WORTH, is_better
 from megatrain_jax._src.engine.spec.host import peak_bytes, state_bytes
 from megatrain_jax._src.engine.spec.rescheduled import in_waves
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 
 # A step with fewer tokens than so many balanced waves waits for the link in any case.
 _FEWEST = 2
-# Fraction of the host memory of a step in one wave that several waves must save if not time.
-_LESS_HOST = 0.2
 
 
-def fit_in_waves(
-    spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes: int, room_bytes: float
-) -> RunSpec:
+def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], room_bytes: float) -> RunSpec:
     """The run fitted to its machine in the number of waves with the fastest step.
 
-    It has one wave, unless several save more time than the clock's uncertainty, or host memory in
-    no more time (see `are_worth`), or one doesn't fit.
+    It has one wave, unless several are better; see `is_better`.
 
     Args:
         spec: The run, in any number of waves.
         fit: Fits a run to its machine.
-        device_bytes: Free device memory.
-        room_bytes: The most of it that state, activations and residuals can have.
+        room_bytes: The most device bytes that state, activations and residuals can have.
     """
     host_room = math.inf  # known once the run has been fitted in any number of waves
 
     @functools.cache
-    def fitted(waves: int) -> RunSpec:
+    def fitted(waves: int) -> RunSpec | None:
+        """The run in a number of waves; None if it exceeds a given device budget."""
         nonlocal host_room
-        first = in_waves(spec.first, waves, spec.budget_bytes)
+        try:
+            first = in_waves(spec.first, waves, spec.budget_bytes)
+        except BudgetError:
+            return None
         found = fit(dataclasses.replace(spec, first=first))
         host_room = min(host_room, found.host_room)
         return found
 
     @functools.cache
     def seconds(waves: int) -> float:
-        try:
-            found = fitted(waves)
-        except BudgetError:
-            return math.inf
-        fits = fits_machine(found, device_bytes)
-        return found.first.schedule.seconds if fits else math.inf
+        found = fitted(waves)
+        return math.inf if found is None or any(found.lacking) else found.first.schedule.seconds
 
     def bound(waves: int) -> float:
         room = min(room_bytes, spec.budget_bytes or math.inf)
@@ -79,40 +73,30 @@ def fit_in_waves(
     number = spec.first.microbatches
     several = divisors(number)[1:]
     if not several:
-        return fitted(1)
+        return fit(spec)
     # With the minimum budget, speed is not a goal.
     is_one = spec.options.device_budget == "minimum" or balanced < _FEWEST
     # Several waves have to save time, because small microbatches and two-way traffic cost somewhat
     # more than the clock estimates. Often the bound tells that one wave takes too long.
     may_be_one = is_one or bound(1) * (1 - WORTH) <= least
-    if may_be_one and not math.isinf(one := seconds(1)):
-        saves_time = one * (1 - WORTH) > least
-        saves_host = _may_save_host(fitted(1).first) and min(map(bound, several)) <= one
+    if may_be_one and (one := fitted(1)) is not None and not any(one.lacking):
+        saves_time = seconds(1) * (1 - WORTH) > least
+        saves_host = _may_save_host(one.first) and min(map(bound, several)) <= seconds(1)
         if is_one or not (saves_time or saves_host):
-            return fitted(1)
+            return one
     best = lowest(several, balanced, seconds, bound)
-    if math.isinf(seconds(best)):
-        return fitted(1)
-    is_best = seconds(best) < (1 - WORTH) * bound(1) or math.isinf(seconds(1))
-    return fitted(best if is_best or are_worth(fitted(best).first, fitted(1).first) else 1)
-
-
-def are_worth(several: BoundStep, one: BoundStep) -> bool:
-    """Whether several waves are better than one: they save time, or host memory at no cost in time.
-
-    Args:
-        several: A fitted step in several waves.
-        one: The same step in one wave.
-    """
-    if several.schedule.seconds < (1 - WORTH) * one.schedule.seconds:
-        return True
-    least, most = peak_bytes(several), (1 - _LESS_HOST) * peak_bytes(one)
-    return several.schedule.seconds <= one.schedule.seconds and least <= most
+    found = fitted(best)
+    is_best = seconds(best) < (1 - WORTH) * bound(1)
+    one = None if is_best else fitted(1)
+    if one is None or (found is not None and is_better(found, one)):
+        assert found is not None, "a run has been made in one wave or in the most"
+        return found
+    return one
 
 
 def _may_save_host(one: BoundStep) -> bool:
     """Whether a step without activations, residuals and gradients in the host takes less of it."""
-    return state_bytes(one) <= (1 - _LESS_HOST) * peak_bytes(one)
+    return state_bytes(one) <= (1 - LESS_HOST) * peak_bytes(one)
 
 
 def least_in_waves(step: BoundStep, waves: int, room: float, host_room: float) -> float:
