@@ -103,7 +103,15 @@ COUNTS = (2, np.int64(2), np.uint8(4), np.array(1), jnp.int32(2), Index())
 NO_PATHS = (3, 1.5, True, b"there", BytesPath(), "", "a\0b", ["there"], object(), lambda: "there")
 NO_BATCHES = (
     *(3, 1.5, True, None, "data", b"data", BATCH, batches, np.float32(1), np.array(1.0)),
-    *(jnp.float32(1), object(), list, lambda: [BATCH], loss_fn),
+    *(
+        jnp.float32(1),
+        np.ones((8, 4)),
+        jnp.ones((8, 4, 3)),
+        object(),
+        list,
+        lambda: [BATCH],
+        loss_fn,
+    ),
 )
 NO_BATCH = (
     *(None, (), {}, 3, "batch", [1.0], {"x": [1.0]}, {"x": np.float32(1)}, {"x": np.zeros(())}),
@@ -226,7 +234,7 @@ LOOP = {
         ([BATCH], lambda: iter([BATCH]), (BATCH,)),
         (
             *(3, 1.5, True, "data", b"data", BATCH, iter([BATCH]), batches(), [], (), object()),
-            *(np.array(1.0), lambda path: [BATCH], Callback().one),
+            *(np.array(1.0), np.ones((8, 4)), lambda path: [BATCH], Callback().one),
         ),
     ),
     "eval_every": Argument((None, *COUNTS), NO_COUNTS),

@@ -116,7 +116,7 @@ def fit(
 
     Args:
         model: An `nnx.Module`, a function without arguments that builds one, a `flax.linen.Module`,
-            or a pytree of arrays.
+            or a pytree of arrays. It stays as it is: the result's `model` is the trained one.
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``, returning a scalar
             loss or ``(loss, metrics)``.
         data: An iterable of batches. A batch is a pytree of arrays with a leading axis of examples,

@@ -494,6 +494,7 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("fit", {"keep": 0}, r"`keep` .*\b1\b.*\b0\b"),
         ("fit", {"data": batches}, "`data` .*function.*call"),
         ("fit", {"data": BATCH}, r"itertools.repeat\(batch\)"),
+        ("fit", {"data": np.ones((8, 3))}, r"`data`.* \[x\[i : i \+ n\]"),
         ("fit", {"eval_every": 2}, "`eval_every`=2 .*`eval_data`"),
         ("fit", {"checkpoint_every": 2}, "`checkpoint_every`=2 .*`checkpoint_dir`"),
         ("fit", {"keep": 5}, "`keep`=5 .*`checkpoint_dir`"),

@@ -102,6 +102,8 @@ def check_data(name: str, data: Any, one_batch: str) -> None:
     """
     if not are_batches(data):
         hint = "call it, and pass what it returns" if callable(data) else one_batch
+        if isinstance(data, jax.Array | np.ndarray):
+            hint += ", or [x[i : i + n] for i in range(0, len(x), n)], or list(x) of batches"
         raise TypeError(
             f"`{name}` must be an iterable of batches, but is of type {type(data).__name__}; {hint}"
         )

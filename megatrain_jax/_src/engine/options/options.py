@@ -15,6 +15,8 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any, Literal, TypeVar, get_args
 
+import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.common import checks
@@ -550,8 +552,9 @@ _OF_VALIDATION = re.compile("^(val|valid|validation|dev|test)_")
 
 def are_batches(value: Any) -> bool:
     """Whether a value looks like an iterable of batches, not like a single batch."""
-    # A batch is usually a dict, which is also iterable: over its keys.
-    is_one = isinstance(value, Mapping | str | bytes) or getattr(value, "shape", None) == ()
+    # A batch is usually a dict, which is also iterable: over its keys. An array of all examples
+    # would be trained on one by one.
+    is_one = isinstance(value, Mapping | str | bytes | np.generic | np.ndarray | jax.Array)
     return isinstance(value, Iterable) and not is_one
 
 
@@ -698,7 +701,8 @@ def _check_eval_data(value: Any) -> None:
     if are_batches(value):
         return
     if isinstance(value, Iterable) or not callable(value):
-        hint = "; to evaluate on one batch, pass [batch]" if isinstance(value, Mapping) else ""
+        is_one = isinstance(value, Mapping | np.ndarray | jax.Array)
+        hint = "; to evaluate on one batch, pass [batch]" if is_one else ""
         raise TypeError(
             "`eval_data` must be an iterable of batches or a function that returns one, but is of "
             f"type {type(value).__name__}{hint}"
