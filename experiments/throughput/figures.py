@@ -216,7 +216,7 @@ def marks(path: Path, first: Path) -> list[str]:
     if not is_of_one_run(path, first):
         found.append("another run")
     percent = percent_of_gpu(result)
-    if percent not in (None, _USUAL_PERCENT):
+    if percent not in (None, percent_of_gpu(read(first)) or _USUAL_PERCENT):
         found.append(f"{percent}% of the GPU")
     if is_early(result):
         if result.get("update_mode") == "deferred":
