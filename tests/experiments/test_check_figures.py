@@ -114,7 +114,7 @@ DESIGN, FITTING, TABLES = "docs/design.md", "docs/fitting.md", "experiments/resu
 FALSE = [
     (README, "[minimum budget](", "<->", "[auto budget]("),
     (README, "[ZeRO-3 offload](", "<->", "[FSDP2 with `CPUOffloadPolicy`]("),
-    (README, "| 9.5 GiB |", "->", "| 9.5 s |"),
+    (README, "| 11.1 GiB |", "->", "| 11.1 s |"),
     (SPEED, "[121.7 GiB of the GPU and 94.7 GiB", "->", "[121.7 s of the GPU and 94.7 GiB"),
     (MEMORY, "[bf16, int8](", "<->", "[bf16 to nearest, fp32]("),
     (LONG, "[10.06 s in 72.2 GiB]", "->", "[10.06 GiB in 72.2 s]"),
@@ -123,7 +123,7 @@ FALSE = [
     (LONG, "[all layers](", "<->", "[two layers]("),
     (LONG, "| s/step | predicted |", "->", "| predicted | s/step |"),
     (README, "[auto budget](", "->", "[60 GiB budget]("),
-    (README, "| 9.5 GiB |", "->", "| 9.5 GB |"),
+    (README, "| 11.1 GiB |", "->", "| 11.1 GB |"),
     (
         SPEED,
         "121.7 GiB of the GPU and 94.7 GiB of the",
@@ -171,14 +171,14 @@ def as_written(text: str, words: str) -> str:
 @pytest.mark.by_default(
     "README.md-[minimum budget](-<->-[auto budget](",
     "README.md-[ZeRO-3 offload](-<->-[FSDP2 with `CPUOffloadPolicy`](",
-    "README.md-| 9.5 GiB |-->-| 9.5 s |",
+    "README.md-| 11.1 GiB |-->-| 11.1 s |",
     "docs/long_sequences.md-[10.06 s in 72.2 GiB]-->-[10.06 GiB in 72.2 s]",
     "docs/long_sequences.md-[ZeRO-3 with tiles (ALST)](-<->-[ZeRO-3](",
     "docs/long_sequences.md-14.68 s in 43.1-->-14.68 tokens/s in 43.1",
     "docs/long_sequences.md-[all layers](-<->-[two layers](",
     "docs/long_sequences.md-| s/step | predicted |-->-| predicted | s/step |",
     "README.md-[auto budget](-->-[60 GiB budget](",
-    "README.md-| 9.5 GiB |-->-| 9.5 GB |",
+    "README.md-| 11.1 GiB |-->-| 11.1 GB |",
     "docs/design.md-[35 s]-->-[42 s]",
 )
 @pytest.mark.parametrize(("name", "one", "how", "other"), FALSE)

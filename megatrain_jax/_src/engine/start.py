@@ -149,8 +149,13 @@ def _with_disks(hardware: Hardware, run: Options, processes: Processes) -> Hardw
         return hardware
     processes.gather("beginning to time disks", None)  # processes of one host share its disks
     rates = processes.gather("timing disks", measured_disk_rates(run.disk_folders))
-    read, written = (processes.num_here * min(each) for each in zip(*rates, strict=True))
-    return replace(hardware, disk_read_bytes_per_s=read, disk_write_bytes_per_s=written)
+    read, written, both = (processes.num_here * min(each) for each in zip(*rates, strict=True))
+    return replace(
+        hardware,
+        disk_read_bytes_per_s=read,
+        disk_write_bytes_per_s=written,
+        disk_bytes_per_s=both,
+    )
 
 
 def local_run_spec(

@@ -5,7 +5,6 @@ import errno
 import os
 import random
 import tempfile
-import threading
 import time
 import weakref
 from collections import Counter
@@ -496,22 +495,35 @@ def test_a_url_is_no_folder_of_a_drive(given: Any):
 
 def test_a_drive_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(drive, "_MEASURED_BYTES", 2**20)
-    read, written = drive.measured_rates([tmp_path])
-    assert read > 0 and written > 0
+    monkeypatch.setattr(drive, "_MEASURED_SECONDS", 1e-9)
+    assert all(rate > 0 for rate in drive.measured_rates([tmp_path]))
     assert not list(tmp_path.iterdir())
 
 
-def test_each_way_of_a_drive_has_its_own_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    clock = threading.local()
+def test_each_way_of_a_drive_and_both_together_have_their_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A drive that reads 2 MiB in a second, writes 1, and moves 1.6 both ways at once."""
+    now, reading, written = [0.0], [False], set()
 
-    def job(seconds: float) -> Any:
-        """What has ended at this time, for the thread that waits for it."""
-        return SimpleNamespace(result=lambda: setattr(clock, "now", seconds))
+    def read(*_: Any) -> list[Any]:
+        reading[0] = True
+        return [SimpleNamespace(result=lambda: ended(0.5))]
 
-    written = iter((0.0, 4.0))
-    monkeypatch.setattr(Drives, "write", lambda *_: [job(next(written))])
-    monkeypatch.setattr(Drives, "read", lambda *_: [job(2.0)])
+    def write(self: Drives, where: drive.Range, data: Any) -> list[Any]:
+        seconds = 10.0 if where not in written else 0.75 if reading[0] else 1.0
+        written.add(where)
+        return [SimpleNamespace(result=lambda: ended(seconds))]
+
+    def ended(seconds: float) -> None:
+        reading[0] = False
+        now[0] += seconds
+
+    monkeypatch.setattr(Drives, "read", read)
+    monkeypatch.setattr(Drives, "write", write)
+    monkeypatch.setattr(drive, "_PIECE_BYTES", 2**20)
     monkeypatch.setattr(drive, "_MEASURED_BYTES", 2**20)
-    times = SimpleNamespace(perf_counter=lambda: clock.now, monotonic_ns=time.monotonic_ns)
+    times = SimpleNamespace(perf_counter=lambda: now[0], monotonic_ns=time.monotonic_ns)
     monkeypatch.setattr(drive, "time", times)
-    assert drive.measured_rates([tmp_path]) == (2**22, 2**21)
+    rates = drive.measured_rates([tmp_path])
+    assert [rate / 2**20 for rate in rates] == pytest.approx([2.0, 1.0, 1.6])

@@ -110,8 +110,8 @@ def test_a_larger_budget_is_faster(deferred):
         run_everything(workload, schedule)
 
 
-def _clock_with_disk(read: float, written: float) -> Clock:
-    disk = DiskLink(read=read, written=written)
+def _clock_with_disk(read: float, written: float, shared: float = 0.0) -> Clock:
+    disk = DiskLink(read=read, written=written, shared=shared)
     rates = Costs(forward=(), backward=(), update=(), link=host(1.0), disk=disk)
     return Clock(costs=rates, on_disk={Key(Kind.MASTERS, g): 0 for g in range(4)})
 
@@ -161,13 +161,27 @@ def test_a_step_that_follows_changes_no_time_of_the_one_before():
     assert clock == before != after
 
 
+def test_a_disk_moves_both_ways_together_at_a_rate_of_its_own():
+    clock = _clock_with_disk(1.0, 1.0, shared=0.75)
+    keys = [Key(Kind.MASTERS, group) for group in range(4)]
+    clock.fetch(keys[0], 4)  # read from 0 to 4, alone
+    clock.compute((keys[0],), 0.0, 0)  # until 8, when it is on the device
+    clock.offload(keys[0], 4, 0)  # in memory at 12, written until 16, while nothing is read
+    clock.fetch(keys[1], 4)  # runs ahead of that: from 4 to 9, by 12 bytes both ways
+    assert (clock.written, clock.read) == (16, 9)
+    clock = replace(_clock_with_disk(1.0, 1.0, shared=0.75), read=100.0, written=100.0)
+    clock.offload(keys[0], 4, 0)
+    clock.fetch(keys[1], 4)  # what was not done until 100 helps nobody
+    assert (clock.written, clock.read) == (104, 106)
+
+
 def test_a_slow_disk_bounds_a_step_and_a_fast_one_costs_nothing():
     busy = costs(20, 20, forward=(0.1,) * 20, backward=(0.3,) * 20)
     memory = decoder(deferred=True, costs=busy)
     state = {Key(Kind.OPTIMIZER_STATE, group): 0 for group in range(1, 19)}
 
-    def seconds(read: float, written: float) -> float:
-        disk = DiskLink(read=read, written=written)
+    def seconds(read: float, written: float, shared: float = 0.0) -> float:
+        disk = DiskLink(read=read, written=written, shared=shared)
         workload = replace(memory, on_disk=state, costs=replace(busy, disk=disk))
         schedule = find_schedule(workload, None)
         run_everything(workload, schedule)
@@ -176,5 +190,5 @@ def test_a_slow_disk_bounds_a_step_and_a_fast_one_costs_nothing():
     in_memory = find_schedule(memory, None).seconds
     num_bytes = sum(map(memory.size, state))
     assert seconds(1e-3, 1e-3) == pytest.approx(in_memory, rel=0.02)
-    for rates in ((10.0, 1e-3), (1e-3, 10.0)):
+    for rates in ((10.0, 1e-3), (1e-3, 10.0), (1e-3, 1e-3, 5.0)):
         assert 10 * num_bytes <= seconds(*rates) < 1.1 * (10 * num_bytes) + in_memory

@@ -1,6 +1,7 @@
 """Rates of copies measured at a run's start, and the schedule by them."""
 
 import dataclasses
+import math
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -175,6 +176,15 @@ def test_a_plan_counts_each_direction_by_its_own_rate():
     assert (plan.seconds_in, plan.seconds_out) == (2.5, 1.0)
     assert plan.busy["link"] == ("link", 2.5)
     assert dataclasses.replace(plan, bytes_in=0).busy["link"] == ("link", 1.0)
+
+
+def test_disks_are_busy_for_each_way_and_for_both_ways_together():
+    disks: Any = {"disk_read_bytes_per_s": 8.0, "disk_write_bytes_per_s": 2.0}
+    for both, seconds in ((math.inf, 3.0), (5.0, 4.4)):
+        hardware = dataclasses.replace(BALANCED, disk_bytes_per_s=both, **disks)
+        plan = small_plan(hardware=hardware, disk_read_bytes=16, disk_written_bytes=6)
+        assert plan.seconds_disk == (2.0, 3.0)
+        assert plan.busy["disk"] == ("disk", seconds)
 
 
 @pytest.mark.by_default("0-2", "1-1")

@@ -271,5 +271,5 @@ def test_gradients_on_disks_take_no_memory_beside_their_slots(spec: Any):
 
 def test_the_clock_has_each_device_s_share_of_its_host_s_disks():
     rates: Any = {"disk_read_bytes_per_s": 4e9, "disk_write_bytes_per_s": 2e9}
-    link = disk_link(dataclasses.replace(MACHINE, **rates), 4)
-    assert (link.read, link.written) == (1e-9, 2e-9)
+    link = disk_link(dataclasses.replace(MACHINE, disk_bytes_per_s=5e9, **rates), 4)
+    assert (link.read, link.written, link.shared) == (1e-9, 2e-9, 0.8e-9)

@@ -45,9 +45,9 @@ def test_import_starts_no_backend():
 @pytest.mark.parametrize(
     ("result", "pool_gib"),
     [
-        ("updates/immediate-least", 56),
-        ("updates/clip-1-least", 60),
-        ("updates/clip-1-auto", 44),
+        ("updates/immediate-least", 58),
+        ("updates/clip-1-least", 56),
+        ("updates/clip-1-auto", 42),
         ("small_gpu/10-gib-auto-clip-1", 64),
         ("held/clip-1-60-gib-compact-14b", 96),
         ("long/1048576-2-compact", 8),

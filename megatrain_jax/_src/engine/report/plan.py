@@ -409,12 +409,13 @@ class Plan:
         copying = max(self.bytes_in / inward, self.bytes_out / outward)
         collecting = exchanged / machine.collective_bytes_per_s(own)
         collecting += self.summed_bytes / machine.network_bytes_per_s
+        both_ways = (self.disk_read_bytes + self.disk_written_bytes) / machine.disk_bytes_per_s
         name = max(on_device, key=lambda name: on_device[name])
         shares: tuple[tuple[Resource, Bound, float, float], ...] = (
             ("device", name, sum(on_device.values()), collecting),
             ("link", "link", copying, over_links / min(inward, outward)),
             ("host", "host", own * moved / host, own * 2 * over_links / host),
-            ("disk", "disk", max(self.seconds_disk or (0.0,)), 0.0),
+            ("disk", "disk", max(*(self.seconds_disk or ()), both_ways), 0.0),
         )
         busy: dict[Resource, tuple[Bound, float]] = {
             "dispatch": ("dispatch", self.seconds_dispatch)

@@ -428,6 +428,8 @@ def _rates(plan: Plan, machine: Hardware) -> str:
     if plan.disk_bytes and machine.disk_read_bytes_per_s and machine.disk_write_bytes_per_s:
         read, written = machine.disk_read_bytes_per_s / 1e9, machine.disk_write_bytes_per_s / 1e9
         rates.append(f"{read:.3g} read from the disk and {written:.3g} written")
+        if machine.disk_bytes_per_s != math.inf:
+            rates.append(f"{machine.disk_bytes_per_s / 1e9:.3g} both ways together")
     computing = f"{machine.flops_per_s / 1e12:g} TFLOP/s"
     if plan.float8_flops_per_step and machine.float8_flops_per_s is not None:
         computing += f", {machine.float8_flops_per_s / 1e12:g} in float8"

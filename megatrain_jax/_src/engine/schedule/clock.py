@@ -27,7 +27,7 @@ The path of a part that rests on a disk has one more lane each way. Reads run ah
 the fetches, without the driver; a part is read once it has been written and a slot of its class is
 free. The driver waits at an offload until another part may wait in memory to be written. If M0 to
 M2 are on a disk that reads a byte in 2 seconds, M0 is read from 0 to 8, M1 until 16, and M2, whose
-slot is free when M0 is on the device, until 24.
+slot is free when M0 is on the device, until 24. Drives may also have a rate for both ways together.
 """
 
 from collections.abc import Iterable, Mapping
@@ -53,6 +53,7 @@ class Clock:
         shared: When the host's memory has finished all copies.
         read: When the disks have finished all reads.
         written: When the disks have finished all writes.
+        both_ways: When the disks can have done all of it, by their rate for both ways together.
         brought: When all parts from disks have been copied to the device.
         slots: For each class, when its slots become free.
         outgoing: For each class, when its last parts have been written.
@@ -71,6 +72,7 @@ class Clock:
     shared: float = 0.0
     read: float = 0.0
     written: float = 0.0
+    both_ways: float = 0.0
     brought: float = 0.0
     slots: dict[int, tuple[float, ...]] = field(default_factory=dict)
     outgoing: dict[int, tuple[float, ...]] = field(default_factory=dict)
@@ -130,7 +132,8 @@ class Clock:
         self.landed[task, key] = self.outward
         if key in self.on_disk:
             assert self.costs.disk is not None
-            self.written = max(self.written, self.outward) + size * self.costs.disk.written
+            over = max(self.written, self.outward) + size * self.costs.disk.written
+            self.written = max(over, self._both_ways_over(size))
             self.outgoing[self.on_disk[key]] = (*outgoing[1:], self.written)
             self.current[key] = self.written
 
@@ -164,8 +167,16 @@ class Clock:
         assert self.costs.disk is not None
         free = self.slots.get(self.on_disk[key], _NONE)[0]
         start = max(self.read, free, self.current.get(key, 0.0))
-        self.read = start + size * self.costs.disk.read
+        self.read = max(start + size * self.costs.disk.read, self._both_ways_over(size))
         return self.read
+
+    def _both_ways_over(self, size: int) -> float:
+        """The earliest end of a transfer by what the disks move both ways together."""
+        assert self.costs.disk is not None
+        # Neither lane begins anything before this; reads may run ahead of writes dispatched before.
+        begin = max(self.both_ways, min(self.read, self.written))
+        self.both_ways = begin + size * self.costs.disk.shared
+        return self.both_ways
 
     def _carry(self, lane: float, seconds: float, size: int) -> float:
         """Copies a part over one lane of the link; returns the time when the copy is done."""

@@ -34,12 +34,14 @@ class DiskLink:
     """One device's share of the connection between the host's memory and its disks.
 
     Attributes:
-        read: Seconds per byte to the host, while as much is written.
+        read: Seconds per byte to the host.
         written: Seconds per byte from the host.
+        shared: Seconds of the disks for each byte read or written; 0 if both ways are independent.
     """
 
     read: float
     written: float
+    shared: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

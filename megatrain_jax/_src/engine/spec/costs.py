@@ -297,7 +297,7 @@ def disk_link(hardware: Hardware, num_devices: int) -> DiskLink:
     """
     rates = hardware.disk_read_bytes_per_s, hardware.disk_write_bytes_per_s
     read, written = (num_devices / (r or d) for r, d in zip(rates, TYPICAL_DISK, strict=True))
-    return DiskLink(read=read, written=written)
+    return DiskLink(read=read, written=written, shared=num_devices / hardware.disk_bytes_per_s)
 
 
 def _sums(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +34,8 @@ _PIECE_BYTES = 2**23
 _ALIGNMENT = 4096
 # A drive needs several requests at once to be fast.
 _THREADS = 4
-# Bytes copied each way to measure a drive.
-_MEASURED_BYTES = 2**29
+# Bytes copied at a time to measure a drive, and the seconds in which this is repeated.
+_MEASURED_BYTES, _MEASURED_SECONDS = 2**29, 1.0
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -260,10 +261,11 @@ def in_memory(folder: Path) -> bool:
     return any(kind in ("ramfs", "tmpfs") for kind in kinds)
 
 
-def measured_rates(folders: Sequence[Path]) -> tuple[float, float]:
-    """Bytes per second that are read from and written to the drives, both at once.
+def measured_rates(folders: Sequence[Path]) -> tuple[float, float, float]:
+    """Bytes per second that are read from the drives, written to them, and moved both ways at once.
 
-    A drive that writes into a fast cache first is slower once that is full.
+    Both ways together count the bytes of both. A drive that writes into a fast cache first is
+    slower once that is full.
 
     Raises:
         OSError: If a folder can't be written.
@@ -272,21 +274,27 @@ def measured_rates(folders: Sequence[Path]) -> tuple[float, float]:
     try:
         # A little of what is free, because nothing may come to rest there.
         size = max(_PIECE_BYTES, min(_MEASURED_BYTES, *(_free_bytes(x) // 8 for x in folders)))
-        ranges = [drives.place(size) for _ in range(2)]
+        first, second = (drives.place(size) for _ in range(2))
         drives.reserve()
         data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-        for future in drives.write(ranges[0], lambda: data):
-            future.result()
-        into, start = np.empty_like(data), time.perf_counter()
+        into = np.empty_like(data)
 
-        def ended(job: Sequence[Future]) -> float:
-            for future in job:
+        def write(where: Range) -> Sequence[Future]:
+            return drives.write(where, lambda: data)
+
+        def rate(*transfers: Callable[[], Sequence[Future]]) -> float:
+            start, moved, seconds = time.perf_counter(), 0, 0.0
+            while seconds < _MEASURED_SECONDS:
+                for future in [future for transfer in transfers for future in transfer()]:
+                    future.result()
+                moved += size * len(transfers)
+                seconds = time.perf_counter() - start
+            return moved / seconds
+
+        for where in first, second:  # the first write of new space may be slower than later ones
+            for future in write(where):
                 future.result()
-            return time.perf_counter() - start
-
-        jobs = drives.read(ranges[0], into), drives.write(ranges[1], lambda: data)
-        with ThreadPoolExecutor(2) as threads:
-            seconds = list(threads.map(ended, jobs))
-        return size / seconds[0], size / seconds[1]
+        ways = partial(drives.read, first, into), partial(write, second)
+        return rate(ways[0]), rate(ways[1]), rate(*ways)
     finally:
         drives.close()

@@ -47,9 +47,11 @@ class Hardware:
             gradients over the network; see `state_per_process` of `Trainer`. A run sets it.
         network_bytes_per_s: Bytes per second that each host receives from other hosts, while it
             sends as many; infinite by default, so that the network takes no time.
-        disk_read_bytes_per_s: Bytes per second that each host reads from its disks, while it writes
-            to them; `None` without disks for the state. A run with `disk_dir` measures both.
-        disk_write_bytes_per_s: Bytes per second that it writes meanwhile.
+        disk_read_bytes_per_s: Bytes per second that each host reads from its disks; `None` without
+            disks for the state. A run with `disk_dir` measures this and the next two.
+        disk_write_bytes_per_s: Bytes per second that it writes to them.
+        disk_bytes_per_s: Bytes per second that it reads and writes together; infinite by default,
+            so that neither delays the other.
         flops_per_s: Floating-point operations per second in bfloat16 matrix products, or in float16
             if the card has no bfloat16.
         float32_share: Rate of float32 matrix products with JAX's default precision, as a share of
@@ -98,6 +100,7 @@ class Hardware:
     network_bytes_per_s: float = math.inf
     disk_read_bytes_per_s: float | None = None
     disk_write_bytes_per_s: float | None = None
+    disk_bytes_per_s: float = math.inf
     flops_per_s: float
     float32_share: float = 1.0
     float8_flops_per_s: float | None = None
