@@ -163,6 +163,16 @@ def test_unsupported_models_are_refused(model: Any, error: type[Exception], name
         adapt(model, mean_square, BATCH, 0)
 
 
+def test_a_loss_that_applies_a_linen_module_to_variables_learns_the_way():
+    variables = LinenNet().init(jax.random.key(0), BATCH["x"])
+
+    def applied(model: Any, batch: Any) -> jax.Array:
+        return jnp.mean(model.apply(variables, batch["x"]) ** 2)
+
+    with refuses(ValueError, "`model(x)`", "`model.apply`"):
+        adapt(LinenNet(), applied, BATCH, 0)
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "named"),
     [

@@ -738,8 +738,9 @@ def _check_parameters(paths: Sequence[ModelPath], shapes: Sequence[jax.ShapeDtyp
     if not paths:
         raise ValueError(
             "The model has no parameters: nothing in it is an nnx.Param, a Linen parameter that "
-            "calling loss_fn creates, or (in a pytree) a floating-point array. In place of shapes, "
-            "give a function that builds the model; it is only traced."
+            "calling loss_fn creates (by `model(x)`, not `model.apply`), or (in a pytree) a "
+            "floating-point array. In place of shapes, give a function that builds the model; it "
+            "is only traced."
         )
     wrong = [
         f"{path_name(path)} ({shape.dtype})"
