@@ -1,6 +1,7 @@
 """Plans decoders with the settings of the command line."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -95,12 +96,12 @@ class Planner:
             **options,
         )
 
-    def _model(self, config: models.DecoderConfig) -> tuple[Any, tuple[str, ...] | str | None]:
+    def _model(self, config: models.DecoderConfig) -> tuple[Any, Sequence[str] | str | None]:
         """The function that builds a model, and the patterns of the trained parameters."""
         lora, given = model_and_batch.lora_options(self.settings), self.settings.trainable
         trainable = tuple(given) if isinstance(given, list) else given  # hashable
 
-        def make() -> tuple[Any, tuple[str, ...] | str | None]:
+        def make() -> tuple[Any, Sequence[str] | str | None]:
             build = partial(_build, config)
             if lora["rank"] is None:
                 return build, trainable
