@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatrain_jax._src.lm.models.peft import load_lora, merge_adapter, save_lora
     from megatrain_jax._src.lm.models.pretrained import (
         Pretrained,
+        classifier,
         conversation_scores,
         load_pretrained,
         resize_vocabulary,
@@ -48,6 +49,7 @@ __all__ = [
     "Pretrained",
     "Rope",
     "attention",
+    "classifier",
     "conversation_scores",
     "generate",
     "load_lora",
@@ -80,7 +82,7 @@ _NAMES = {
     "models.moe": "Experts",
     "models.peft": "load_lora merge_adapter save_lora",
     "models.pretrained": (
-        "Pretrained conversation_scores load_pretrained resize_vocabulary reward_model"
+        "Pretrained classifier conversation_scores load_pretrained resize_vocabulary reward_model"
     ),
     "models.rotary": "Rope",
 }

@@ -133,7 +133,7 @@ class _Library:
                 family="llama",
                 original="{}",
                 saved_dtype="bfloat16",
-                scores=False,
+                scores=None,
                 vision=None,
             ),
         )

@@ -1,6 +1,7 @@
 """Reward models: decoders with a score head, as Transformers has them."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megatrain_jax import models
+from megatrain_jax import models, objectives
 from megatrain_jax._src.lm.cli.main import main
 from megatrain_jax._src.lm.models.config import FAMILIES
 from messages import refuses, tells
@@ -30,19 +31,29 @@ def test_families_have_the_classes_of_transformers():
     }
 
 
-@pytest.mark.parametrize("name", ["gemma2", "phi", "qwen2"])
-def test_a_language_model_becomes_a_scorer_that_transformers_loads(name, tmp_path):
-    pretrained = models.load_pretrained(save(make_torch(name), tmp_path / "base"))
-    scorer = models.reward_model(pretrained, pad_token_id=3, seed=1)
+def with_parameters(scorer: models.Pretrained) -> models.Decoder:
     model = scorer.model()
     state = nnx.state(model, nnx.Param)
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, scorer.params))
     nnx.update(model, state)
+    return model
+
+
+@pytest.mark.parametrize(("name", "num_labels"), [("gemma2", 1), ("phi", 3), ("qwen2", 2)])
+def test_a_language_model_becomes_a_scorer_that_transformers_loads(name, num_labels, tmp_path):
+    pretrained = models.load_pretrained(save(make_torch(name), tmp_path / "base"))
+    if num_labels == 1:
+        scorer = models.reward_model(pretrained, pad_token_id=3, seed=1)
+    else:
+        labels = ["negative", "positive", "neutral"][:num_labels]
+        scorer = models.classifier(pretrained, labels, pad_token_id=3, seed=1)
+    model = with_parameters(scorer)
     models.save_pretrained(model, tmp_path / "scorer")
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "scorer", dtype=torch.float32
     )
-    assert theirs.num_labels == 1
+    assert theirs.num_labels == num_labels
+    assert num_labels == 1 or theirs.config.label2id["positive"] == 1
     rng = np.random.default_rng(0)
     tokens = rng.integers(4, 60, (3, 10)).astype(np.int32)
     # Padding, a padding token at the end of a conversation, and nothing but padding tokens.
@@ -50,13 +61,45 @@ def test_a_language_model_becomes_a_scorer_that_transformers_loads(name, tmp_pat
     segments = np.ones((3, 10), np.int32)
     segments[0, 6:] = 0
     batch = {"tokens": tokens, "segments": segments, "positions": np.arange(10)[None].repeat(3, 0)}
-    ours = models.conversation_scores(model, batch, segments=1)[:, 0]
+    ours = models.conversation_scores(model, batch, segments=1)[:, 0].reshape(3, num_labels)
     with torch.no_grad():
         there = torch.tensor(segments > 0)
-        expected = theirs.eval()(torch.tensor(tokens).long(), attention_mask=there).logits[:, 0]
+        expected = theirs.eval()(torch.tensor(tokens).long(), attention_mask=there).logits
     np.testing.assert_allclose(ours, expected, rtol=2e-5, atol=2e-6)
     # The model itself gives the score at every token: of the last one, the conversation's.
-    np.testing.assert_allclose(model(tokens[1:2, :9])[0, -1, 0], ours[1], rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(model(tokens[1:2, :9])[0, -1], ours[1], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("num_labels", [2, 3])  # config.json leaves two labels out
+def test_a_classifier_of_transformers_is_read_and_keeps_its_head(num_labels, tmp_path):
+    config = make_torch("qwen2", num_labels=num_labels, pad_token_id=0).config
+    theirs = transformers.Qwen2ForSequenceClassification(config)
+    read = models.load_pretrained(save(theirs, tmp_path / "theirs"))
+    kept = models.classifier(read, [f"kind {number}" for number in range(num_labels)])
+    for found in (read, kept):
+        np.testing.assert_array_equal(found.params["score"]["weight"], theirs.score.weight.detach())
+    with refuses(ValueError, "`pretrained`", str(num_labels)):
+        models.reward_model(read)
+    pairs = np.ones((1, 1), np.int32)
+    batch = {name: np.ones((1, 4), np.int32) for name in ("tokens", "segments", "positions")}
+    batch |= dict.fromkeys(("labels", "mask"), batch["tokens"])
+    batch |= {"pairs": pairs, "pairs_per_row": pairs[0]}
+    with refuses(ValueError, "`model`", "reward_model"):
+        objectives.reward()(with_parameters(read), batch)
+
+
+def test_the_head_s_inputs_are_the_hidden_states_of_transformers(tmp_path):
+    theirs = make_torch("qwen2")
+    model = with_parameters(models.load_pretrained(save(theirs, tmp_path)))
+    tokens = np.random.default_rng(0).integers(0, 60, (2, 9)).astype(np.int32)
+    there = np.ones_like(tokens)
+    there[0, 5:] = 0
+    hidden, _ = model.hidden(tokens, None, there)
+    with torch.no_grad():
+        mask = torch.tensor(there)
+        expected = theirs.model(torch.tensor(tokens).long(), attention_mask=mask).last_hidden_state
+    seen = there.astype(bool)
+    np.testing.assert_allclose(hidden[seen], expected.numpy()[seen], rtol=2e-5, atol=2e-6)
 
 
 def test_mistakes_are_named(tmp_path):
@@ -65,26 +108,26 @@ def test_mistakes_are_named(tmp_path):
         models.reward_model(pretrained)
     with refuses(TypeError, "`pretrained`", "load_pretrained"):
         models.reward_model(pretrained.model)  # type: ignore[arg-type]
+    read = models.load_pretrained(save(make_torch("qwen2"), tmp_path / "qwen2"))
+    wrong: Any = ([], ["yes", "yes"], [0, 1])
+    for labels in wrong:
+        with refuses(ValueError, "`labels`"):
+            models.classifier(read, labels)
     decoder = models.Decoder(SMALL, rngs=nnx.Rngs(0))
     with refuses(ValueError, "`model`", "score"):
         models.conversation_scores(decoder, {}, segments=1)
-    scorer = models.Decoder(dataclasses.replace(SMALL, scores=True), rngs=nnx.Rngs(0))
+    scorer = models.Decoder(dataclasses.replace(SMALL, scores=1), rngs=nnx.Rngs(0))
     with refuses(ValueError, "`source`", "reward"):
         models.generate(scorer, [[1, 2]], max_tokens=2)
     batch = {"tokens": np.ones((1, 3), np.int32), "labels": np.ones((1, 3), np.int32)}
-    with refuses(ValueError, "`model`", "reward", "logits"):
+    with refuses(ValueError, "`model`", "score", "logits"):
         models.next_token_loss(scorer, batch)
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
 def test_a_reward_model_learns_scores_only(objective, tmp_path, capsys):
     base = models.load_pretrained(save(make_torch("qwen2"), tmp_path / "base"))
-    scorer = models.reward_model(base)
-    model = scorer.model()
-    state = nnx.state(model, nnx.Param)
-    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, scorer.params))
-    nnx.update(model, state)
-    models.save_pretrained(model, tmp_path / "scorer")
+    models.save_pretrained(with_parameters(models.reward_model(base)), tmp_path / "scorer")
     (tmp_path / "rows.jsonl").write_text("{}")
     given = {"model": tmp_path / "scorer", "data": tmp_path / "rows.jsonl", "out": tmp_path / "out"}
     given |= {"objective": objective, "length": 16, "batch": 2}

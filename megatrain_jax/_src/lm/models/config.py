@@ -31,14 +31,13 @@ _FILES = (deepseek, dense, gemma, gemma4, hybrids, internvl, mixtures, state_spa
 _FOUND = [x for file in _FILES for x in vars(file).values() if isinstance(x, Family)]
 # Every `Family` in these files, in the order of names.
 FAMILIES = {family.model_type: family for family in sorted(_FOUND, key=lambda x: x.model_type)}
-# The arguments of `DecoderConfig` that a class for sequence classification has in place of the
-# model's own.
-AS_SCORES: dict[str, Any] = {
-    "scores": True,
-    "logit_scale": 1.0,
-    "head_bias": False,
-    "final_softcap": None,
-}
+# Transformers leaves the labels out of config.json if they are these.
+_TWO_LABELS = {"0": "LABEL_0", "1": "LABEL_1"}
+
+
+def as_scorer(num_labels: int) -> dict[str, Any]:
+    """The arguments of `DecoderConfig` that a class for sequence classification changes."""
+    return {"scores": num_labels, "logit_scale": 1.0, "head_bias": False, "final_softcap": None}
 
 
 def read_vision(config: Mapping[str, Any]) -> VisionConfig:
@@ -112,14 +111,14 @@ def read_config(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, 
     fields = Fields(config, ignore)
     names = fields.listed("architectures", str, "names") or []
     # A classifier on the same body has a different head, and no logits of tokens.
-    scores = names == [family.scorer_class] and len(config.get("id2label", ())) == 1
+    scores = len(config.get("id2label", _TWO_LABELS)) if names == [family.scorer_class] else 0
     others = [n for n in names if n != family.architecture and not scores]
     if others:
         raise ValueError(
             f"`architectures` = {some(others)} isn't supported; of {name}, {family.architecture} is"
         )
     arguments = family.read(fields)
-    return arguments | AS_SCORES if scores else arguments
+    return arguments | as_scorer(scores) if scores else arguments
 
 
 # Where a configuration of several parts may have its decoder's, in Transformers' order.
@@ -164,7 +163,8 @@ class DecoderConfig(DecoderOptions):
         logit_scale: Factor of the hidden states that the head reads, and so of the logits.
         tie_embeddings: Whether the embedding is also the head.
         head_bias: Whether the head has a bias: it is the last column of `Decoder.head_weight`.
-        scores: Whether the head gives one score per token instead of logits; see `reward_model`.
+        scores: Number of scores that the head gives each token instead of logits, one for each
+            label of a `classifier`; None for logits.
         experts: A mixture of experts in place of MLPs.
         layer: Class of the layers, in a family that has its own; called with this configuration,
             the number of the layer and a maker of parameters.

@@ -76,7 +76,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([layer(config, i, make) for i in range(config.num_layers)])
         self.norm = make_norm(config.hidden_size, config, make)
         if config.scores:
-            self.score = Linear(config.hidden_size, 1, make)
+            self.score = Linear(config.hidden_size, config.scores, make)
         elif not config.tie_embeddings:
             bias = config.head_bias
             self.lm_head = Linear(config.hidden_size, config.vocab_size, make, bias=bias)
@@ -235,8 +235,8 @@ class Decoder(nnx.Module):
     def head_weight(self) -> Float[Array, "vocab_size width"]:
         """Returns the head's matrix; if the embeddings are tied, it is the embedding's.
 
-        With scores it has one row. It is as wide as `hidden`: if the head has a bias, that is the
-        last column.
+        With scores it has a row for each. It is as wide as `hidden`: if the head has a bias, that is
+        the last column.
         """
         if self.config.scores:
             return self.score.weight[...]
@@ -469,7 +469,7 @@ def check_arguments(
     if not (hasattr(model, "hidden") and hasattr(model, "head_weight")):
         raise TypeError(checks.refused("model", "a models.Decoder", model))
     if not scores and getattr(getattr(model, "config", None), "scores", False):
-        raise ValueError("`model` is a reward model, whose head has no logits of next tokens")
+        raise ValueError("`model` has a score head, without logits of next tokens")
     checks.instance("batch", batch, Mapping, "a mapping of names to arrays")
     missing = [name for name in names if name not in batch]
     if missing:

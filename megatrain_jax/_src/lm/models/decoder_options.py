@@ -173,7 +173,7 @@ class DecoderOptions:
     logit_scale: float = 1.0
     tie_embeddings: bool = False
     head_bias: bool = False
-    scores: bool = False
+    scores: int | None = None
     experts: Experts | None = None
     layer: Callable[..., Any] | None = None
     memory: Callable[..., Any] | None = None
@@ -216,7 +216,7 @@ class DecoderOptions:
             checks.number("scale_embedding", self.scale_embedding, above=0)
         for field in fields(DecoderOptions):
             value = getattr(self, field.name)
-            if field.type is int:
+            if field.type is int or (field.type == int | None and value is not None):
                 checks.integer(field.name, value)
             elif field.type is bool:
                 checks.boolean(field.name, value)

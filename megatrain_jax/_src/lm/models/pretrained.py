@@ -35,7 +35,7 @@ from megatrain_jax._src.lm.common.hf_folder import (
     required_file,
 )
 from megatrain_jax._src.lm.common.hub import CHECKPOINT_FILES, folder_or_download
-from megatrain_jax._src.lm.models.config import AS_SCORES, FAMILIES, DecoderConfig
+from megatrain_jax._src.lm.models.config import FAMILIES, DecoderConfig, as_scorer
 from megatrain_jax._src.lm.models.decoder import Decoder
 from megatrain_jax._src.lm.models.decoder_options import VisionConfig
 from megatrain_jax._src.lm.models.family import Family
@@ -328,30 +328,60 @@ def _is_idle(name: str, config: DecoderConfig) -> bool:
 def reward_model(
     pretrained: Pretrained, *, pad_token_id: int | None = None, seed: int = 0
 ) -> Pretrained:
-    """Returns a checkpoint's decoder with a score head in place of its language-model head.
+    """Returns a checkpoint's decoder with one score in place of its language-model head.
 
-    The head is a fresh matrix (1, hidden_size), the parameter `score/weight`. `save_pretrained`
-    writes a folder that Transformers' `AutoModelForSequenceClassification` loads, and
-    `load_pretrained` reads again, with its head.
+    It is a `classifier` of one label.
 
     Args:
         pretrained: The checkpoint; a score head that it has already is kept.
+        pad_token_id: The padding token, without a score; None for the one in `config.json`.
+        seed: Seed of the fresh head.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: See `classifier`.
+    """
+    return classifier(pretrained, ["LABEL_0"], pad_token_id=pad_token_id, seed=seed)
+
+
+def classifier(
+    pretrained: Pretrained,
+    labels: Sequence[str],
+    *,
+    pad_token_id: int | None = None,
+    seed: int = 0,
+) -> Pretrained:
+    """Returns a checkpoint's decoder with a score for each label in place of its logits of tokens.
+
+    The head is a fresh matrix (labels, hidden_size), the parameter `score/weight`; see
+    `conversation_scores`. `save_pretrained` writes a folder that Transformers'
+    `AutoModelForSequenceClassification` loads, and `load_pretrained` reads again, with its head.
+
+    Args:
+        pretrained: The checkpoint; a head with as many scores that it has already is kept.
+        labels: The labels' names, for `config.json`.
         pad_token_id: The padding token, without a score; None for the one in `config.json`.
             Transformers needs one for batches of several rows.
         seed: Seed of the fresh head.
 
     Raises:
         TypeError: If an argument has a wrong type.
-        ValueError: If Transformers has no such class for the family, or the token is out of range.
+        ValueError: If Transformers has no such class for the family, labels repeat or are missing,
+            the checkpoint scores another number of labels, or the token is out of range.
     """
     checks.instance("pretrained", pretrained, Pretrained, "of load_pretrained")
     config, seed = pretrained.config, checks.integer("seed", seed, least=0)
+    names = [labels] if isinstance(labels, str) else list(labels)
+    if not names or not all(isinstance(x, str) for x in names) or len({*names}) < len(names):
+        raise ValueError(checks.refused("labels", "names, each once", labels))
     scorer = family_of(config).scorer_class
     if scorer is None:
         raise ValueError(
             f"`pretrained` is a {config.family}, for which Transformers has no class for sequence "
             "classification that would load the result"
         )
+    if config.scores not in (None, len(names)):
+        raise ValueError(f"`pretrained` scores {config.scores} labels, not the {len(names)} given")
     original = json.loads(config.original or "{}")
     if pad_token_id is not None:
         most = config.vocab_size - 1
@@ -359,40 +389,43 @@ def reward_model(
         original["pad_token_id"] = pad_token_id
     original |= {
         "architectures": [scorer],
-        "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0},
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
     }
     params = {name: tree for name, tree in pretrained.params.items() if name != "lm_head"}
     if not config.scores:
-        draws = np.random.default_rng(seed).normal(0, config.init_std, (1, config.hidden_size))
+        shape = (len(names), config.hidden_size)
+        draws = np.random.default_rng(seed).normal(0, config.init_std, shape)
         params["score"] = {"weight": draws.astype(np.float32)}
-    config = replace(config, **AS_SCORES, original=json.dumps(original))
+    config = replace(config, **as_scorer(len(names)), original=json.dumps(original))
     return with_config(replace(pretrained, params=params), config)
 
 
 def conversation_scores(
     model: Decoder, batch: Mapping[str, Any], *, segments: int
-) -> Float[Array, "rows segments"]:
-    """The score of each conversation in a packed batch: that of its last token.
+) -> Float[Array, "rows segments ..."]:
+    """The scores of each conversation in a packed batch: those of its last token.
 
     Padding tokens at a conversation's end are skipped, as in Transformers: if the tokenizer pads
     with the token that ends turns, the last token is the one before.
 
     Args:
-        model: A decoder of `reward_model`.
-        batch: `tokens`, `segments` and `positions`, as made by `megatrain_jax.data`.
+        model: A decoder of `reward_model` or `classifier`.
+        batch: `tokens`, `segments` and perhaps `positions`, as made by `megatrain_jax.data`.
         segments: Maximum number of conversations in a row.
 
     Returns:
-        The scores in fp32. For a segment that a row doesn't have, it is a score of another token.
+        The scores in fp32: one for each conversation (rows, segments) or, of several labels, one
+        for each of them (rows, segments, labels). For a segment that a row doesn't have, they are
+        scores of another token.
 
     Raises:
         ValueError: If the model has no score head.
     """
     if not model.config.scores:
-        raise ValueError("`model` has no score head; models.reward_model adds one")
+        raise ValueError("`model` has no score head; models.reward_model and classifier add one")
     tokens, numbers = jnp.asarray(batch["tokens"]), jnp.asarray(batch["segments"])
-    hidden, _ = model.hidden(tokens, batch["positions"], numbers)
+    hidden, _ = model.hidden(tokens, batch.get("positions"), numbers)
     pad = json.loads(model.config.original or "{}").get("pad_token_id")
     belongs = numbers[:, :, None] == 1 + jnp.arange(segments)
     scored = belongs if pad is None else belongs & (tokens != pad)[:, :, None]
@@ -401,12 +434,13 @@ def conversation_scores(
     first = jnp.min(jnp.where(belongs, places, tokens.shape[1] - 1), axis=1)
     last = jnp.maximum(jnp.max(jnp.where(scored, places, 0), axis=1), first)
     of_last = jnp.take_along_axis(hidden, last[:, :, None], axis=1)
-    return jax.lax.dot_general(
+    found = jax.lax.dot_general(
         of_last,
-        model.head_weight()[0].astype(of_last.dtype),
-        (((2,), (0,)), ((), ())),
+        model.head_weight().astype(of_last.dtype),
+        (((2,), (1,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
+    return found[:, :, 0] if model.config.scores == 1 else found
 
 
 # Variance of new rows around the mean, in units of the old rows' covariance, as in Transformers.

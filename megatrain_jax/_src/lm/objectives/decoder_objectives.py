@@ -187,6 +187,8 @@ def reward(*, center_rewards_coefficient: float | None = None) -> Objective:
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, Metrics]:
         check_arguments(model, batch, _PAIRED, scores=True)
         scores = models.conversation_scores(model, batch, segments=2 * batch["pairs"].shape[1])
+        if scores.ndim != 2:
+            raise ValueError("`model` scores several labels; models.reward_model has one score")
         loss = losses.reward(
             *_sides(scores),
             batch.get("margins"),
