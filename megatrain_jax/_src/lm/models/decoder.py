@@ -235,8 +235,8 @@ class Decoder(nnx.Module):
     def head_weight(self) -> Float[Array, "vocab_size width"]:
         """Returns the head's matrix; if the embeddings are tied, it is the embedding's.
 
-        With scores it has a row for each. It is as wide as `hidden`: if the head has a bias, that is
-        the last column.
+        With scores it has a row for each. It is as wide as `hidden`: if the head has a bias, that
+        is the last column.
         """
         if self.config.scores:
             return self.score.weight[...]
