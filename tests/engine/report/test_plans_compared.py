@@ -20,6 +20,7 @@ from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.schedule.search import find_schedule
 from megatrain_jax._src.engine.schedule.timeline import LANES, memory, timeline
+from megatrain_jax._src.engine.spec import cut_run
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from messages import refuses, tells
 from shown import Shown
@@ -239,8 +240,12 @@ def test_a_plan_draws_its_timeline():
         mt.Plan(**{**vars(plan), "schedule": None}).timeline()
 
 
-def test_cuts_are_shared_by_options_that_do_not_change_them_alone():
-    sample, optimizer = batch(8), OPTIMIZERS["clipped"]
+def test_cuts_are_shared_by_options_that_do_not_change_them_alone(monkeypatch):
+    sample, cuts = batch(8), []
+    cut_program = cut_run.cut_program
+    monkeypatch.setattr(
+        cut_run, "cut_program", lambda *given: cuts.append(given) or cut_program(*given)
+    )
     adapted, _ = adapt(build, loss_fn, sample, 0)
     fp32, bf16 = (mt.Precision(compute=dtype) for dtype in (jnp.float32, jnp.bfloat16))
     changes: list[dict[str, Any]] = [
@@ -251,10 +256,12 @@ def test_cuts_are_shared_by_options_that_do_not_change_them_alone():
         {"trainable": "layers/0/"},
         {"ema_decay": 0.5},
         {"ema_decay": 0.25},
+        {"optimizer": OPTIMIZERS["adamw"]},
     ]
 
     def facts(change: dict[str, Any]) -> Any:
         given: dict[str, Any] = {"precision": fp32} | change
+        optimizer = given.pop("optimizer", OPTIMIZERS["clipped"])
         options = Options(**given)
         spec = make_run_spec(adapted, loss_fn, optimizer, sample, options)
         stages = [(s.leaf_dtypes, s.is_trainable, str(s.jaxpr)) for s in spec.first.program.stages]
@@ -262,5 +269,7 @@ def test_cuts_are_shared_by_options_that_do_not_change_them_alone():
 
     with remembering():
         found = [facts(change) for change in changes]
+    # Microbatches, dtypes and frozen parameters change the loss; the rest only the optimizer.
+    assert len(cuts) == 4
     assert found == [facts(change) for change in changes]
     assert all(one != other for one, other in itertools.combinations(found, 2))

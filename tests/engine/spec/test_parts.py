@@ -20,6 +20,7 @@ from megatrain_jax._src.engine.program.loss.block_parts import NUMBERS_OF_PARTS,
 from megatrain_jax._src.engine.report.make_plan import check_device, make_plan
 from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
+from megatrain_jax._src.engine.spec.block_splits import BLOCK_SPLITS, BlockSplit
 from megatrain_jax._src.engine.spec.budget import (
     fit_to_machine,
     fitted_and_compiled,
@@ -132,7 +133,7 @@ def test_no_more_parts_are_tried_once_the_largest_cannot_be_cut():
     spec, largest = make_spec(CASES["moe"], OPTIMIZERS["adamw_schedule"]), {}
     while spec is not None and spec.num_groups == 1:  # then experts are divided, too
         largest[spec.num_parts] = largest_block(spec.leaves)
-        spec = spec.finer and spec.finer()
+        spec = spec.finer(spec.finer_ways)
     sizes = list(largest.values())
     assert sizes == sorted(sizes, reverse=True) and sizes.count(min(sizes)) == 2
     assert max(largest) < NUMBERS_OF_PARTS[-1]
@@ -187,8 +188,8 @@ def test_where_no_number_of_parts_fits_the_plan_shows_the_one_that_needs_the_lea
     assert whole.device_excess == cut.device_excess == "" and cut.fits_device
     spec, ways = spec_of_blocks(2, hardware=replace(card("H200"), device_bytes=1000)), []
     while spec is not None:
-        ways.append(replace(spec, finer=None))
-        spec = spec.finer and spec.finer()
+        ways.append(replace(spec, finer_ways=()))
+        spec = spec.finer(spec.finer_ways)
     alone = [make_plan(fitted(way, 1000)).device_bytes for way in ways]
     assert (unfit.fits_device, unfit.device_bytes) == (False, min(alone))
     assert unfit.num_parts > 1 and min(alone) < alone[0]
@@ -207,12 +208,13 @@ def test_experts_are_divided_as_long_as_that_saves_memory():
         spec = None
         for n in reversed(range(len(rows))):
 
-            def finer(then=spec, n=n):
-                tried.append(2 ** (n + 1))
+            def finer(ways, then=spec):
+                tried.append(ways[0].num_groups)
                 return then
 
             made = spec_of_blocks(2, rows=rows[n])
-            spec = replace(made, num_groups=2**n, num_parts=2**n, finer=finer if spec else None)
+            ways = (BlockSplit(2 ** (n + 1), 2 ** (n + 1)),) if spec else ()
+            spec = replace(made, num_groups=2**n, num_parts=2**n, finer_ways=ways, finer=finer)
         assert spec is not None
         return spec
 
@@ -226,6 +228,30 @@ def test_experts_are_divided_as_long_as_that_saves_memory():
         found = fitted(of_rows(*rows), most)
         assert tried == expected
         assert (least_device_bytes(found) <= most) == fits
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        # With a function too large in any number of parts, experts are next.
+        (320, [(2, 1), (8, 1), (3, 2)]),
+        (64, [(2, 1), (8, 1), (3, 1)]),
+    ],
+)
+def test_no_more_parts_are_tried_where_the_most_have_too_large_a_function(rows, expected):
+    tried, every = [], [way for way in BLOCK_SPLITS if way.num_parts > 1]
+
+    def finer(ways):
+        found = spec_of_blocks(2, rows={2: 320, 8: rows}.get(ways[0].num_parts, 32))
+        tried.append(ways[0])
+        left = tuple(every[every.index(ways[0]) + 1 :])
+        split = {"num_parts": ways[0].num_parts, "num_groups": ways[0].num_groups}
+        return replace(found, **split, finer_ways=left, finer=finer)
+
+    most = least_device_bytes(fitted(spec_of_blocks(2, rows=48), 1 << 30))
+    whole = replace(spec_of_blocks(2, rows=400), finer_ways=tuple(every), finer=finer)
+    assert least_device_bytes(fitted(whole, most)) <= most
+    assert tried == expected
 
 
 @pytest.mark.exhaustive

@@ -179,7 +179,7 @@ def test_experts_are_divided_only_where_no_parts_fit(monkeypatch):
     spec, specs = spec_in(None), []
     while spec is not None:
         specs.append(spec)
-        spec = spec.finer and spec.finer()
+        spec = spec.finer(spec.finer_ways)
     ways = [(spec.num_parts, num_groups(spec.leaves)) for spec in specs]
     assert ways == [(1, 1), (3, 1), (3, 2)]
     least = [least_of(spec) for spec in specs]

@@ -31,13 +31,15 @@ With a batch 20 times as long, functions need 120 GiB, uncounted values 20, the 
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.schedule.least_time import least_seconds
 from megatrain_jax._src.engine.schedule.schedule import BudgetError, Schedule
 from megatrain_jax._src.engine.schedule.search import find_schedule
+from megatrain_jax._src.engine.schedule.tasks import build_task_lists
+from megatrain_jax._src.engine.spec.block_splits import BlockSplit
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
 from megatrain_jax._src.engine.spec.host import peak_bytes
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
@@ -144,18 +146,25 @@ def fit_to_machine(
         return whole
     if (left := device_bytes - least_device_bytes(whole)) >= 0:
         return _faster_in_parts(whole, lambda spec: fitting(spec, left), device_bytes)
-    while (finer := _finer(before := finer)) is not None:
+    ways = whole.finer_ways
+    while (finer := _cut_in(before := finer, ways)) is not None:
         if _room(finer, device_bytes) > 0:  # otherwise compiling its functions is useless
             finer = fitting(finer).to_machine()
             if least_device_bytes(finer) <= device_bytes:
                 return finer
-        smallest = min(smallest, finer, key=least_device_bytes)
+        smallest, ways = min(smallest, finer, key=least_device_bytes), finer.finer_ways
         # Parts divide what they save; the first two halve it.
         saved = least_device_bytes(whole) - least_device_bytes(smallest)
         if smallest.num_parts == 2 and left + _MOST_SAVED * saved < 0:
             break
         if _has_enough_groups(before, finer):
             break
+        # The most parts tell whether any number of parts may fit.
+        parts = [way for way in ways if way.num_groups == 1]
+        if before is whole and (most := _cut_in(finer, parts[-1:])) is not None:
+            smallest = min(smallest, most := fitting(most).to_machine(), key=least_device_bytes)
+            if _least_of_largest(most, tiles) > device_bytes:
+                ways = [way for way in ways if way.num_groups > 1]
     if smallest.temporary_bytes is None:
         smallest = min(whole, fitting(smallest).to_machine(), key=least_device_bytes)
     return smallest
@@ -188,7 +197,7 @@ def _faster_in_parts(
     # With more than the minimum, whole blocks may use the rest.
     if whole.options.device_budget is not None or schedule.kept or has_more or not able:
         return whole
-    finer = _finer(whole)
+    finer = _cut_in(whole, whole.finer_ways)
     # Experts are divided only if they don't fit: each group passes on the rows of all tokens.
     if finer is None or finer.num_groups > whole.num_groups:
         return whole
@@ -197,12 +206,24 @@ def _faster_in_parts(
     return found.to_machine() if is_better(trial, whole) else whole
 
 
-def _finer(spec: RunSpec) -> RunSpec | None:
-    """The run with smaller parts of blocks, or of their experts; None if there are none."""
+def _cut_in(spec: RunSpec, ways: Sequence[BlockSplit]) -> RunSpec | None:
+    """The run with blocks cut in the first possible way; None if there is none."""
     try:
-        return spec.finer and spec.finer()
+        return spec.finer(ways) if ways else None
     except BudgetError:  # more parts pass more activations to each other
         return None
+
+
+def _least_of_largest(spec: RunSpec, tiles: TileFinder) -> int:
+    """Device bytes of the largest function, and of all that its task uses."""
+    first = spec.first
+    needed, number = tiles.largest(first)
+    beside = (
+        sum(first.workload.size(use.key) for use in task.uses)
+        for task in build_task_lists(first.workload, few_waves=True).steady
+        if any(c.instruction.stage == number for c in task.computations)
+    )
+    return needed + uncounted_activation_bytes(first) + max(beside)
 
 
 def least_device_bytes(spec: RunSpec) -> int:

@@ -136,12 +136,11 @@ def _cut(
         finest = in_parts(leaves, opened, NUMBERS_OF_PARTS[-1])
         leaves = in_parts(leaves, opened, num_parts)
         has_smaller_parts = largest_block(finest) < largest_block(leaves)
-    program = cut_program(traced, leaves, options.dtypes)
-    leaves = tuple(
-        without_block(leaf) if i in program.shared else leaf for i, leaf in enumerate(leaves)
+    program, leaves = remembered(
+        "program",
+        lambda: (IdentityKey(traced), leaves, str(options.dtypes.products)),
+        lambda: _cut_checked(traced, leaves, options.dtypes),
     )
-    if warning := refuse_no_gradient(program, leaves):
-        program = program.warning(warning)
     if options.microbatches != 1 or options.state_per_process:
         if reason := reason_against_microbatches(adapted, program):
             given, other = "microbatches > 1", "microbatches=1"
@@ -162,6 +161,18 @@ def _cut(
         optimizer=update,
         has_smaller_parts=has_smaller_parts,
     )
+
+
+def _cut_checked(
+    traced: TracedLoss, leaves: tuple[Leaf, ...], precision: Precision
+) -> tuple[Program, tuple[Leaf, ...]]:
+    """The loss in stages, and its leaves; parameters without gradients are warned of."""
+    program = cut_program(traced, leaves, precision)
+    leaves = tuple(
+        without_block(leaf) if i in program.shared else leaf for i, leaf in enumerate(leaves)
+    )
+    warning = refuse_no_gradient(program, leaves)
+    return (program.warning(warning) if warning else program), leaves
 
 
 def cut_program(traced: TracedLoss, leaves: Sequence[Leaf], precision: Precision) -> Program:

@@ -72,8 +72,8 @@ def _first_of(arguments: Any, ways: Sequence[BlockSplit]) -> RunSpec | None:
         except ExpertsIndivisibleError:
             break  # then there are no more groups either
         left = finer_splits(way, ways[at + 1 :], spec.leaves, spec.has_smaller_parts)
-        finer = functools.partial(_first_of, arguments, left) if left else None
-        return dataclasses.replace(spec, finer=finer)
+        finer = functools.partial(_first_of, arguments)
+        return dataclasses.replace(spec, finer_ways=left, finer=finer)
     if not least:
         return None
     raise min(least, key=lambda error: error.smallest)
@@ -94,13 +94,12 @@ def _make(
     # The only string is "minimum".
     budget = None if isinstance(options.device_budget, str) else options.device_budget
 
-    def key() -> Hashable:
-        # Only these options affect the cut; storage in the host is laid out later.
-        objects = adapted, loss_fn, optimizer, sample_batch, options.trainable
-        precision = options.dtypes
-        dtypes = map(str, (precision.compute, precision.update, precision.products))
-        numbers = microbatches, options.state_per_process, options.num_devices, options.on_nonfinite
-        return *map(IdentityKey, objects), *dtypes, *numbers, options.ema_decay
+    # Only these options affect the trace or the cut; storage in the host is laid out later.
+    precision = options.dtypes
+
+    def key_of_trace() -> Hashable:
+        objects = map(IdentityKey, (adapted, loss_fn, sample_batch))
+        return *objects, str(precision.compute), microbatches, options.num_devices, num_groups
 
     def trace() -> TracedLoss:
         with naming_first_batch(sample_batch, microbatches):
@@ -108,12 +107,19 @@ def _make(
                 adapted, loss_fn, options, sample_batch, microbatches, num_groups, train=True
             )
 
-    # Blocks in any number of parts share the trace.
-    def anew() -> tuple[TracedLoss, Cut]:
-        traced = remembered("traced loss", lambda: (key(), num_groups), trace, _MOST_CUTS)
-        return traced, cut_run(adapted, traced, optimizer, options, num_parts, num_groups)
+    # Other optimizers, and blocks in any number of parts, share the trace.
+    traced = remembered("traced loss", key_of_trace, trace, _MOST_CUTS)
 
-    traced, cut = remembered("cut", lambda: (key(), way), anew, _MOST_CUTS)
+    def key() -> Hashable:
+        objects = map(IdentityKey, (traced, optimizer, options.trainable))
+        dtypes = str(precision.update), str(precision.products)
+        numbers = options.state_per_process, options.on_nonfinite, options.ema_decay
+        return *objects, *dtypes, *numbers, way
+
+    def anew() -> Cut:
+        return cut_run(adapted, traced, optimizer, options, num_parts, num_groups)
+
+    cut = remembered("cut", key, anew, _MOST_CUTS)
     layouts = _layouts(cut, options)
     if not ends_blocks_of_codes(cut, layouts):
         raise ExpertsIndivisibleError

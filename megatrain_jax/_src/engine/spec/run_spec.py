@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from megatrain_jax._src.engine.program.loss.trace import TracedLoss, trace_loss
 from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.engine.program.optimizer.hyperparameters import find_hyperparameters
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
+from megatrain_jax._src.engine.spec.block_splits import BlockSplit
 from megatrain_jax._src.engine.spec.bound_step import BoundStep, bind_step
 from megatrain_jax._src.engine.spec.codecs import stored_dtype
 from megatrain_jax._src.engine.spec.cut_run import Cut, cut_program
@@ -71,7 +72,8 @@ class RunSpec:
         num_groups: Number of groups that each block's experts are divided into; see
             `groups_among`.
         has_smaller_parts: See `Cut`.
-        finer: Makes the same run with blocks cut into more parts; None if there is no more.
+        finer_ways: The ways to cut blocks into more parts, or their experts into more groups.
+        finer: Makes the same run in the first possible one of such ways; None if there is none.
     """
 
     adapted: AdaptedModel
@@ -97,7 +99,10 @@ class RunSpec:
     num_parts: int = 1
     num_groups: int = 1
     has_smaller_parts: bool = True
-    finer: "Callable[[], RunSpec | None] | None" = dataclasses.field(default=None, compare=False)
+    finer_ways: tuple[BlockSplit, ...] = ()
+    finer: "Callable[[Sequence[BlockSplit]], RunSpec | None]" = dataclasses.field(
+        default=lambda ways: None, compare=False
+    )
 
     @property
     def lacking(self) -> tuple[int, int]:

@@ -52,15 +52,19 @@ class TileFinder:
 
     def most(self, step: BoundStep) -> int:
         """The maximum estimated bytes of a stage's function, in its current tiles."""
-        asked: dict[tuple[int, int], tuple[Kernel, Tiling | None]] = {}
+        return self.largest(step)[0]
+
+    def largest(self, step: BoundStep) -> tuple[int, int]:
+        """The maximum estimated bytes of a stage's function, and the number of the stage."""
+        asked: dict[tuple[int, int], tuple[Kernel, Tiling | None, int]] = {}
         for number, kernels in self._kernels(step):
             for kernel in kernels:
                 tiling = step.stages[number].tiles.get(kernel.name)
-                asked[id(kernel), tiling.num_tiles if tiling else 0] = kernel, tiling
+                asked[id(kernel), tiling.num_tiles if tiling else 0] = kernel, tiling, number
         needs = []
-        for kernel, tiling in asked.values():
+        for kernel, tiling, number in asked.values():
             divided = tiling and self._in_tiles(kernel, tiling.num_tiles)
-            needs.append(divided[1] if divided else self.cache.estimate([kernel]))
+            needs.append((divided[1] if divided else self.cache.estimate([kernel]), number))
         return max(needs)
 
     def within(self, step: BoundStep, room: float, *, training: bool = True) -> BoundStep:
