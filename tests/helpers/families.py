@@ -63,6 +63,7 @@ _GRANITE = {
 _CLASSES = {
     "Qwen2_5_VL": "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VL": "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoe": "Qwen3VLMoeForConditionalGeneration",
     "Llama4Text": "Llama4ForCausalLM",
     "Llama4": "Llama4ForConditionalGeneration",
     "Mistral3": "Mistral3ForConditionalGeneration",
@@ -118,7 +119,7 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
     """Returns a model's arrays by the names of the files; Transformers fuses experts."""
     found = {}
     mixtral = model.config.model_type in ("mixtral", "minimax_m2")
-    stacked = ("gpt_oss", "llama4", "llama4_text")
+    stacked = ("gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe")
     numbered = mixtral or model.config.model_type == "lfm2_moe"
     gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
     for name, array in arrays.items():
@@ -135,6 +136,8 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
                     found[name.replace("conv1d", f"{part}_conv1d")] = rows
                 continue
         name = file_name(name, model)
+        if model.config.model_type == "qwen3_vl_moe" and ".experts." in name:
+            array = array.swapaxes(1, 2)
         if mixtral:
             name = name.replace(".mlp.", ".block_sparse_moe.")
         if model.config.model_type == "exaone_moe":
@@ -165,6 +168,13 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
 def save(model: Any, folder: Path, dtype: Any = None, **options: Any) -> Path:
     """Writes a checkpoint as Transformers does."""
     (model if dtype is None else model.to(dtype)).save_pretrained(folder, **options)
+    if model.config.model_type == "qwen3_vl_moe":
+        # Released experts are (in, out). Transformers reads them, and writes (out, in).
+        path = folder / "model.safetensors"
+        tensors = safetensors_torch.load_file(path)
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+        safetensors_torch.save_file(tensors, path, {"format": "pt"})
     if model.config.model_type == "olmo_hybrid":
         # Transformers reads the names of released checkpoints, but writes one of a linear layer.
         path, wrong = folder / "model.safetensors", "feedforward_layer_norm"

@@ -117,6 +117,17 @@ IMAGES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         1,
     ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoe",
+        {
+            # Files of a square matrix wouldn't tell its axes apart.
+            "text_config": MOE
+            | {"attention_bias": True, "rope_parameters": _MROPE, "moe_intermediate_size": 12},
+            "vision_config": _VISION_QWEN | {"deepstack_visual_indexes": [0]},
+            "tie_word_embeddings": False,
+        },
+        1,
+    ),
     "llama4-multimodal": (
         "Llama4",
         {

@@ -14,6 +14,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
+from families import save
 from family_options import LINEAR, MOE, SHARED, SWA
 
 torch: Any = pytest.importorskip(
@@ -113,6 +114,17 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         _PLACES | {"deepstack_visual_indexes": [0, 1]},
         _TOKENS,
     ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoe",
+        MOE
+        | {
+            "rope_parameters": _MROPE,
+            "output_router_logits": False,
+            "moe_intermediate_size": 12,
+        },
+        _PLACES | {"deepstack_visual_indexes": [0, 1]},
+        _TOKENS,
+    ),
     "qwen3.5": ("Qwen3_5", _HYBRID, _PLACES, _TOKENS),
     "qwen3.5-moe": (
         "Qwen3_5Moe",
@@ -149,7 +161,7 @@ def make_torch(kind: str = "gemma3", **changes: Any) -> Any:
 def checkpoint(folder: Path, kind: str = "gemma3", **changes: Any) -> tuple[Any, Path]:
     """Returns a random model, and the folder in which Transformers has saved it."""
     model = make_torch(kind, **changes)
-    model.save_pretrained(folder)
+    save(model, folder)
     return model, folder
 
 

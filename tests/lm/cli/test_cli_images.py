@@ -60,7 +60,9 @@ def test_a_run_is_that_of_transformers(given, capsys):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["internvl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "qwen3.5-moe"])
+@pytest.mark.parametrize(
+    "kind", ["internvl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe"]
+)
 def test_a_run_on_images_of_any_size_is_that_of_transformers(kind, tmp_path, capsys):
     check_run(make_given(tmp_path, kind), make_processor(kind), capsys)
 

@@ -97,7 +97,7 @@ def test_packed_documents_are_as_each_alone(pair):
 
 @pytest.mark.by_default(
     *("glm4-moe", "granite4", "olmo2", "nemotron", "llama", "minimax-m2", "qwen3"),
-    *("afmoe", "cohere", "lfm2-moe", "nemotron-h", "olmo-hybrid"),
+    *("afmoe", "cohere", "lfm2-moe", "nemotron-h", "olmo-hybrid", "qwen3-vl-moe"),
 )
 def test_logits_and_gradients(pair):
     _, reference, pretrained = pair

@@ -216,6 +216,19 @@ QWEN3 = Family(
 )
 
 
+QWEN3_VL_FILES: dict[str, Any] = {
+    "kept": ("model.visual.",),
+    "beside": "image_token_id video_token_id vision_start_token_id vision_end_token_id",
+    "body": "model.language_model",
+    "head": "lm_head",
+    "vision": partial(
+        read_vision,
+        prefix="model.visual",
+        token=151_655,
+        sections=(24, 20, 20),
+        deep=(8, 16, 24),
+    ),
+}
 # Qwen3-VL: a Qwen 3 beside a vision tower; positions within images don't affect text.
 QWEN3_VL = multimodal_family(
     Family(
@@ -227,17 +240,7 @@ QWEN3_VL = multimodal_family(
     ),
     model_type="qwen3_vl",
     architecture="Qwen3VLForConditionalGeneration",
-    kept=("model.visual.",),
-    beside="image_token_id video_token_id vision_start_token_id vision_end_token_id",
-    body="model.language_model",
-    head="lm_head",
-    vision=partial(
-        read_vision,
-        prefix="model.visual",
-        token=151_655,
-        sections=(24, 20, 20),
-        deep=(8, 16, 24),
-    ),
+    **QWEN3_VL_FILES,
 )
 
 

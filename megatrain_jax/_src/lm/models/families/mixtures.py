@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from megatrain_jax._src.lm.models import hf_common
 from megatrain_jax._src.lm.models.decoder_options import ACTIVATIONS, DecoderOptions, ParameterMaker
 from megatrain_jax._src.lm.models.expert_blocks import mix
-from megatrain_jax._src.lm.models.families.dense import ERNIE4_5, WideNormAttention
+from megatrain_jax._src.lm.models.families.dense import ERNIE4_5, QWEN3_VL_FILES, WideNormAttention
 from megatrain_jax._src.lm.models.family import Family, multimodal_family
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.layers import (
@@ -140,6 +140,56 @@ QWEN3_MOE = Family(
     experts={"num": 128, "per_token": 8, "inside": 768, "sparse": True},
     always={"qk_norm": True},
     more=_qwen3_moe,
+)
+
+
+class InFirstExperts(nnx.Module):
+    """The parameters of all experts of one layer, laid out as in the files: (experts, in, out)."""
+
+    def __init__(self, experts: Experts, wide: int, make: ParameterMaker):
+        """Makes the parameters; the first half of `gate_up_proj` is the gate's."""
+        num, inside = experts.num, experts.intermediate_size
+        self.gate_up_proj = make.weight(num, wide, 2 * inside)
+        self.down_proj = make.weight(num, inside, wide)
+
+
+class InFirstMixture(MixtureOfExperts):
+    """A router, and experts whose matrices are laid out (experts, in, out)."""
+
+    def __init__(self, config: DecoderOptions, experts: Experts, make: ParameterMaker):
+        """Makes the parameters."""
+        # The base class's constructor is not called: its experts have three matrices.
+        self.settings = experts
+        self.expert = gated_fused(ACTIVATIONS[config.activation], out_first=False)
+        self.gate = Linear(config.hidden_size, experts.num, make)
+        self.experts = InFirstExperts(experts, config.hidden_size, make)
+
+    def weights(self) -> Weights:
+        """Returns the experts' weights; each array has the experts as its first axis."""
+        return self.experts.gate_up_proj[...], self.experts.down_proj[...]
+
+
+class Qwen3VLMoeLayer(Layer):
+    """A layer whose experts are laid out (experts, in, out)."""
+
+    mixture = InFirstMixture
+
+
+# Qwen3-VL with experts: Transformers has no field for the shares, which always sum to 1.
+QWEN3_VL_MOE = multimodal_family(
+    Family(
+        model_type="qwen3_vl_moe_text",
+        architecture="Qwen3VLMoeTextModel",
+        neutral={"norm_topk_prob": True},
+        sizes={"kv_heads": 16},
+        rope={"theta": 500_000.0, "images": True},
+        experts={"num": 60, "per_token": 4, "inside": 1408, "normalize": True, "sparse": True},
+        always={"qk_norm": True, "layer": Qwen3VLMoeLayer},
+        stacked=True,
+    ),
+    model_type="qwen3_vl_moe",
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    **QWEN3_VL_FILES,
 )
 
 
@@ -458,17 +508,7 @@ class Llama4Attention(Attention):
         return super().attend(q, k, v, segments, **options)
 
 
-class Llama4Experts(nnx.Module):
-    """The parameters of all experts of one layer, laid out as in the files: (experts, in, out)."""
-
-    def __init__(self, experts: Experts, wide: int, make: ParameterMaker):
-        """Makes the parameters; the first half of `gate_up_proj` is the gate's."""
-        num, inside = experts.num, experts.intermediate_size
-        self.gate_up_proj = make.weight(num, wide, 2 * inside)
-        self.down_proj = make.weight(num, inside, wide)
-
-
-class Llama4Mixture(MixtureOfExperts):
+class Llama4Mixture(InFirstMixture):
     """Experts, and one that all tokens share; shares scale the experts' inputs."""
 
     def __init__(self, config: DecoderOptions, experts: Experts, make: ParameterMaker):
@@ -477,7 +517,7 @@ class Llama4Mixture(MixtureOfExperts):
         self.settings = experts
         self.expert = gated_fused(ACTIVATIONS[config.activation], out_first=False)
         self.router = Linear(config.hidden_size, experts.num, make)
-        self.experts = Llama4Experts(experts, config.hidden_size, make)
+        self.experts = InFirstExperts(experts, config.hidden_size, make)
         self.shared_expert = MLP(config, make, experts.shared_size)
 
     def __call__(self, x: HiddenStates, segments: Segments) -> tuple[HiddenStates, None]:
@@ -491,10 +531,6 @@ class Llama4Mixture(MixtureOfExperts):
         mixed = mix(scaled, chosen.reshape(-1, 1), ones, self.weights(), self.expert)
         mixed = mixed.reshape(*shares.shape, -1).sum(1)
         return mixed.reshape(x.shape) + self.shared_expert(x), None
-
-    def weights(self) -> Weights:
-        """Returns the experts' weights; each array has the experts as its first axis."""
-        return self.experts.gate_up_proj[...], self.experts.down_proj[...]
 
 
 class Llama4MLP(MLP):
