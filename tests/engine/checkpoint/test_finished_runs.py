@@ -2,14 +2,16 @@
 
 from itertools import repeat
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import megatrain_jax as mt
-from ending_runs import BATCHES, OPTIMIZERS, STEPS, everything, losses, run, whole
+from ending_runs import BATCHES, OPTIMIZERS, STEPS, Net, everything, losses, run, whole
 from megatrain_jax._src.engine.checkpoint import folder, manifest
 from messages import refuses, warns
-from poison import batch
+from poison import batch, loss_fn
 from runs import check_same_bits
 
 pytestmark = pytest.mark.usefixtures("started_once")
@@ -73,6 +75,13 @@ def test_a_finished_run_is_evaluated_on_data_that_it_did_not_have(steps, tmp_pat
     assert again.history[-1] == first.history[-1] | {"eval_loss": means["loss"]}
     assert list(again.history[:-1]) == list(first.history[:-1]) and not seen
     check_same_bits(everything(again.trainer), everything(first.trainer))
+    fp32 = mt.Precision(compute=jnp.float32)
+    made = lambda: Net(nnx.Rngs(0))  # noqa: E731
+    trainer = mt.Trainer(
+        made, loss_fn, OPTIMIZERS["deferred"], BATCHES[0], precision=fp32, progress=False
+    )
+    by_train = mt.train(trainer, BATCHES, resume=True, progress=False, **options)
+    assert list(by_train.history) == list(again.history) and not seen
     with refuses(ValueError, "batch", "evaluate") as caught:
         run(OPTIMIZERS["deferred"], **(options | {"eval_data": lambda: []}))
     assert losses(caught.value.result) == losses(first)  # type: ignore[attr-defined]

@@ -197,14 +197,17 @@ def test_a_callback_can_not_keep_a_signal_to_itself(number):
     assert result.trainer.num_steps == 4
 
 
-def test_an_evaluation_that_stalls_gives_way_to_the_second_signal(tmp_path):
+@pytest.mark.parametrize("where", ["data", "eval_data"])
+def test_data_that_stall_give_way_to_the_second_signal(where, tmp_path):
     def stalled():
-        yield BATCHES[0]
+        yield from BATCHES[: 3 if where == "data" else 1]
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("went on")
 
-    result = run(OPTIMIZERS["deferred"], eval_data=stalled, eval_every=3, checkpoint_dir=tmp_path)
+    options = {"eval_data": stalled, "eval_every": 3} if where == "eval_data" else {}
+    data = stalled() if where == "data" else BATCHES
+    result = run(OPTIMIZERS["deferred"], data, checkpoint_dir=tmp_path, **options)
     assert result.interrupted
     assert folder.steps(tmp_path) == [3]
     assert len(result.history) == 3 and "eval_loss" not in result.history[-1]

@@ -235,6 +235,31 @@ def test_each_batch_shape_compiles_once():
     assert kinds.count("update") < groups, "equal blocks share their update"
 
 
+def test_a_short_key_has_one_function_in_all_kinds_of_steps(monkeypatch):
+    """Functions are found by keys that are faster to make than the functions' own."""
+    found, find = {}, Engine._find
+
+    def checked(engine, key, make):
+        kernel = make()
+        assert found.setdefault(key, kernel) == kernel, key
+        return find(engine, key, lambda: kernel)
+
+    monkeypatch.setattr(Engine, "_find", checked)
+
+    def loss_fn(params, batch):
+        weight = (batch["tokens"] % 2).sum()
+        return tied_unet(params, batch), {"weight": weight}
+
+    case = dataclasses.replace(UNET, loss_fn=loss_fn)
+    trainer = make_trainer(case, OPTIMIZERS["clip_adamw"], microbatches=2, waves=2)
+    batch = case.batch(0)
+    for _ in range(2):
+        trainer.read(trainer.step(batch))
+        trainer.evaluate([batch])
+        list(trainer.predict([batch], lambda params, batch: params["embed"][batch["tokens"]]))
+    assert len(found) > 10
+
+
 @pytest.mark.exhaustive
 def test_equal_blocks_share_their_functions():
     trainer = make_trainer(with_loss_of_its_own(), OPTIMIZERS["adamw_schedule"])

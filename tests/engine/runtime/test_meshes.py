@@ -1,6 +1,7 @@
 """Losses that change the mesh they are traced in give what plain JAX gives, on one device."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, SingleDeviceShar
 from jax.sharding import PartitionSpec as P
 
 import megatrain_jax as mt
+from megatrain_jax._src.engine.state.placement import placed_on
 from messages import refuses
 from runs import check_close
 
@@ -195,6 +197,16 @@ def test_a_mesh_set_around_a_run_of_several_devices_is_named():
             init_params(), loss_of(["plain"] * 4, "plain"), batches, optax.sgd(0.1),
             mesh=mesh, progress=False,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("own", "around"), [*itertools.product((1, 2, 4), repeat=2)])
+def test_a_run_is_outside_any_mesh_around_it_unless_both_have_one_device(own, around):
+    meshes = [jax.make_mesh((n,), ("d",), devices=jax.devices()[:n]) for n in (own, around)]
+    placement = placed_on(meshes[0])
+    with jax.set_mesh(meshes[1]):
+        with placement.outside_meshes():
+            assert jax.sharding.get_abstract_mesh().empty == ((own, around) != (1, 1))
+        assert jax.sharding.get_abstract_mesh().size == around
 
 
 @pytest.mark.exhaustive

@@ -104,6 +104,8 @@ def test_collectives_are_those_of_the_compiled_programs(spec, programs):
             _, program = programs[kernel.name, kernel.key]
             received += step.microbatches * received_bytes(program.as_text())
     assert make_plan(spec).collective_bytes == received > 0
+    in_waves = make_spec(CASE, OPTIMIZERS["adam"], mesh=FOUR, microbatches=2, waves=2)
+    assert make_plan(in_waves).collective_bytes == received
 
 
 def test_temporaries_are_near_what_compiled_programs_need(spec, programs):

@@ -1,15 +1,19 @@
 """Messages between processes, and what each knows of its peers, on a board in memory."""
 
 import itertools
+import json
 import time
+from signal import Signals
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from boards import MESSAGES, FakeBoard, look, present, processes_of
 from megatrain_jax._src.common.activity import doing, progressed
 from megatrain_jax._src.engine.state import processes as of_processes
 from megatrain_jax._src.engine.state.processes import PeerEndedError
+from megatrain_jax._src.engine.train import run
 from messages import tells
 
 
@@ -60,6 +64,42 @@ def test_a_process_that_leaves_waits_for_nobody_and_the_next_message_is_another_
         peer.gather("a step")
     assert tells(str(raised.value), "process 1", "OSError: full")
     assert raised.value.signal == "SIGTERM" and b"OSError: full" in first
+
+
+@pytest.mark.parametrize("received", [None, "SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("handled", [False, True])
+@pytest.mark.parametrize(
+    "error", [ValueError("wrong"), KeyboardInterrupt(), jax.errors.JaxRuntimeError("aborted")]
+)
+def test_peers_are_told_by_which_signal_a_run_ends(error, received, handled):
+    """An interrupt that a callback raises is one, too; SIGTERM with a handler is no end."""
+    board, peers = FakeBoard(), []
+    processes = processes_of(board, 2, 1)
+    signals = SimpleNamespace(
+        has_received=received is not None, terminates=received == "SIGTERM" and not handled
+    )
+    assert run._tell_peers(error, processes, signals) is error
+    (told,) = (json.loads(text) for key, text in board.notes.items() if key.startswith(MESSAGES))
+    peers = processes_of(FakeBoard({1: told}))
+    with pytest.raises(PeerEndedError) as raised:
+        peers.gather("a step")
+    assert tells(str(raised.value), "process 1", type(error).__name__)
+    interrupted = received is not None or isinstance(error, KeyboardInterrupt)
+    expected = "SIGTERM" if signals.terminates else "SIGINT" if interrupted else None
+    assert raised.value.signal == expected
+    assert bool(present(processes).ending) == isinstance(error, jax.errors.JaxRuntimeError)
+
+
+@pytest.mark.parametrize("signal", [None, "SIGINT", "SIGTERM"])
+def test_a_run_ends_by_the_signal_of_its_peer(signal):
+    board, noted = FakeBoard(), []
+    signals = SimpleNamespace(note=noted.append, ending=False)
+    error = PeerEndedError("process 1 has ended", signal)
+    found = run._tell_peers(error, processes_of(board), signals)
+    assert not board.notes, "all know it already"
+    assert (found is error) if signal is None else isinstance(found, KeyboardInterrupt)
+    assert noted == ([] if signal is None else [Signals[signal]])
+    assert signals.ending == (signal is not None)
 
 
 def test_a_peer_that_has_left_for_good_is_not_waited_for():

@@ -1,7 +1,10 @@
 """What the training loop is made of: interrupts held back, batches checked, history kept."""
 
+import itertools
 import json
 import os
+import random
+import re
 import signal
 import threading
 from types import SimpleNamespace
@@ -19,7 +22,13 @@ from megatrain_jax._src.engine.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.engine.state.processes import Processes
 from megatrain_jax._src.engine.train import source
 from megatrain_jax._src.engine.train.loop import slowest_of
-from megatrain_jax._src.engine.train.source import Prefetch
+from megatrain_jax._src.engine.train.source import (
+    Prefetch,
+    is_state,
+    joined_positions,
+    own_position,
+)
+from messages import refuses
 
 
 def batch_of(value: float) -> dict[str, np.ndarray]:
@@ -103,6 +112,27 @@ def test_off_the_main_thread_signals_are_left_alone():
 # Batches
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_each_process_goes_on_from_its_own_position(seed):
+    rng = random.Random(seed)
+    count, index = rng.randint(1, 4), rng.randrange(4)
+    index %= count
+    each = [{"batches": 5, "state": rng.choice([None, 1, 1, {"at": 2}])} for _ in range(count)]
+    board = FakeBoard()
+    processes = processes_of(board, count, index) if count > 1 else Processes()
+    rows = ({"where": "the position of `data`", "value": value} for value in each)
+    board.answers = {i: row for i, row in enumerate(rows) if i != index}
+    saved = json.loads(json.dumps(joined_positions(each[index], processes)))
+    for i, own in enumerate(each):
+        peer = processes_of(FakeBoard(), count, i) if count > 1 else processes
+        assert own_position(saved, peer) == own
+    # As many rows for fewer or more processes, of which each counts batches.
+    other = processes_of(FakeBoard(), count + 1, count)
+    shared = all(own == each[0] for own in each)
+    assert own_position(saved, other) == (each[0] if shared else {"batches": 5})
+    assert is_state(saved) == any(own["state"] is not None for own in each)
+
+
 class Tensor:
     """An array as in PyTorch."""
 
@@ -140,7 +170,6 @@ class Tensor:
             ValueError,
             r"batch\['x'\] .*\(1, 2\)",
         ),
-        (batch_of(1), 3, ValueError, r"`microbatches`=3 .*\b4\b"),
     ],
 )
 def test_wrong_batches_are_named_by_path(
@@ -154,10 +183,24 @@ def test_right_batches_pass():
     pair = np.zeros((4, 2), np.int32), jnp.zeros((4,), jnp.bfloat16)
     keys = {"key": jax.random.split(jax.random.key(0), 4), "none": None}
     check_batch(jax.ShapeDtypeStruct((4,), jnp.uint8), or_shapes=True)
-    for batch, microbatches in ((pair, 2), (keys, 4)):
-        check_batch(batch, microbatches)
-        with pytest.raises(ValueError, match="microbatches"):
-            check_batch(batch, 3)
+    check_batch(pair, 2)
+    check_batch(keys, 4)
+
+
+def test_a_batch_passes_if_each_device_has_equally_many_rows_of_each_microbatch():
+    for rows, parts, devices in itertools.product(range(1, 13), range(1, 5), range(1, 5)):
+        batch = {"x": np.zeros((rows, 2)), "y": [np.zeros(rows, np.int32)]}
+        if rows % (parts * devices) == 0:
+            check_batch(batch, parts, num_devices=devices)
+        elif rows % parts:
+            with refuses(ValueError, f"`microbatches`={parts}", rows, "batch['x']"):
+                check_batch(batch, parts, num_devices=devices)
+        else:
+            with refuses(ValueError, f"{devices} devices", "batch['x']") as caught:
+                check_batch(batch, parts, num_devices=devices, fewer="on {n} of them")
+            advised = int(re.findall(r"on (\d) of them", str(caught.value))[0])
+            check_batch(batch, parts, num_devices=advised)
+            assert all(rows % (parts * more) for more in range(advised + 1, devices))
 
 
 @pytest.mark.parametrize(

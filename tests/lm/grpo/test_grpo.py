@@ -354,12 +354,15 @@ def test_completions_between_two_updates_are_saved_and_used_up_ones_are_not(aske
         assert asked[-1]["seed"] == asked[1]["seed"]
 
 
-def test_a_table_that_is_due_in_a_later_update_comes_with_its_completions(asked):
-    made = made_of(by_place, num_iterations=2, log_completions=4)
+@pytest.mark.parametrize("updates", [1, 2, 3])
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 7])
+def test_a_table_that_is_due_in_a_later_update_comes_with_its_completions(asked, updates, every):
+    made = made_of(by_place, num_iterations=updates, log_completions=every)
     logged = [
-        s for s, _ in enumerate(batches(made, range(1, 7)), 1) if "completions" in made.notes[s]
+        s for s, _ in enumerate(batches(made, range(1, 15)), 1) if "completions" in made.notes[s]
     ]
-    assert logged == [3]  # for step 4, which uses the completions of step 3
+    due = {(step - 1) // updates for step in range(every, 16, every)}
+    assert logged == [1 + updates * number for number in sorted(due) if updates * number < 14]
 
 
 @pytest.mark.parametrize(("before", "after", "written"), [(3, 1, [1, 3, 4]), (1, 2, [1, 2, 3])])

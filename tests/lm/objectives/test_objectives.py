@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatrain_jax import losses, objectives
+from megatrain_jax._src.lm.objectives.policy_losses import policy_tokens
 from messages import refuses
 
 
@@ -195,6 +196,29 @@ def test_policies_that_find_tokens_certain_or_impossible_have_exact_gradients(be
         assert finite.sum() > 20
         np.testing.assert_allclose(found[finite], value[finite], rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(gradient[finite], wanted[finite], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_terms_of_a_policy_s_tokens_are_those_of_their_formulas(seed):
+    rng = np.random.default_rng(seed)
+    low, high, beta = 0.2, (None, 0.4)[seed % 2], (0.0, 0.3)[seed // 2 % 2]
+    corrected = bool(seed // 4)
+    old, reference, gap = rng.normal(size=(3, 4, 9)).astype(np.float32)
+    gap, gains = 0.5 * gap, rng.choice([-2.0, 0.0, 3.0], size=(4, 9)).astype(np.float32)
+    found = policy_tokens(
+        jnp.asarray(old + gap), old, gains, reference=reference, epsilon=low, epsilon_high=high,
+        beta=beta, use_bias_correction_kl=corrected, mask=None,
+    )  # fmt: skip
+    ratio, beyond = np.exp(gap), reference - (old + gap)
+    most = 1 + (low if high is None else high)
+    values = -np.minimum(ratio * gains, np.clip(ratio, 1 - low, most) * gains)
+    divergences = (np.exp(beyond) - beyond - 1) * (ratio if corrected else 1) if beta else 0 * ratio
+    np.testing.assert_allclose(found.losses, values + beta * divergences, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found.divergences, divergences, rtol=1e-4, atol=1e-5)
+    # Where a larger ratio changes nothing.
+    clipped = np.where(gains > 0, ratio > most, (ratio < 1 - low) & (gains < 0))
+    np.testing.assert_array_equal(found.clipped, clipped)
+    assert 0 < clipped.sum() < (gains != 0).sum()
 
 
 THERE = np.arange(4) < 2

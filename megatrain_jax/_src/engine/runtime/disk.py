@@ -280,7 +280,7 @@ class Disk:
     def write(self, key: Key, arrays: Slabs) -> None:
         """Starts to write new arrays of a part, which may be in flight, and drops them then."""
         place, number = self._places[key], self.classes[key]
-        place.wait()
+        assert place.is_written, f"{key} is written again, but was not read in between"
         with self._changed:
             place.version += 1
             place.writing = end = self._write(place.ranges, arrays)
