@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -280,6 +281,39 @@ _ON_H100 = {8: (15.5, 8, 80.0), 16: (7.8, 16, 91.4), 32: (6.9, 32, 88.2), 64: (6
 _COPYING = {8: (20.0, 8, 10.3, 0.9), 16: (6.9, 16, 10.34, 0.49), 32: (5.7, 16, 10.35, 0.25)}
 
 
+class Tabled(microbatches._Dividing):
+    """A search whose plans are rows of a table; those in few microbatches may lack memory."""
+
+    def __init__(self, table: Any, gib: float, chosen: int, fits_from: int = 0):
+        """Searches from a number of microbatches."""
+        unused: Any = None
+        run = Options(microbatches="auto")
+        super().__init__(run, unused, unused, max(table), int(gib * 2**30), unused)
+        self.table, self.chosen, self.fits_from = table, chosen, fits_from
+        self.asked: list[int] = []
+
+    def _divided(self, number: int) -> Any:
+        _, waves, seconds, *slower = self.table[number]
+        schedule = SimpleNamespace(seconds=seconds, cautious_seconds=seconds + sum(slower))
+        step = {"microbatches": number, "waves": waves, "workload": None, "selective": None}
+        first = SimpleNamespace(schedule=schedule, **step)
+        lacking = 0, max(0, self.fits_from - number)
+        return SimpleNamespace(first=first, lacking=lacking, host_room=math.inf)
+
+    def _in_few_microbatches(self) -> Any:
+        return self._divided(self.chosen)
+
+    def _in_waves(self, spec: Any, device_bytes: int) -> Any:
+        self.asked.append(spec.first.microbatches)
+        return spec
+
+    def _needed_by_one(self, spec: Any) -> Any:
+        return self.table[spec.first.microbatches][0] * 2**30
+
+    def _least_seconds(self, spec: Any, device_bytes: int, host_room: float) -> float:
+        return 0.0
+
+
 @pytest.mark.parametrize(
     "table, gib, chosen, tried",
     [
@@ -293,39 +327,35 @@ _COPYING = {8: (20.0, 8, 10.3, 0.9), 16: (6.9, 16, 10.34, 0.49), 32: (5.7, 16, 1
 def test_larger_and_smaller_microbatches_than_by_memory_are_tried(
     monkeypatch, table, gib, chosen, tried
 ):
-    asked = []
-
-    class Tabled(microbatches._Dividing):
-        """A search whose plans are a table."""
-
-        def _divided(self, number):
-            _, waves, seconds, *_ = table[number]
-            step = {"microbatches": number, "waves": waves, "workload": None, "selective": None}
-            first = SimpleNamespace(schedule=SimpleNamespace(seconds=seconds), **step)
-            return SimpleNamespace(first=first, lacking=(0, 0), host_room=math.inf)
-
-        def _in_few_microbatches(self):
-            return self._divided(chosen)
-
-        def _in_waves(self, spec, device_bytes):
-            asked.append(spec.first.microbatches)
-            return spec
-
-        def _needed_by_one(self, spec):
-            return table[spec.first.microbatches][0] * 2**30
-
-        def _least_seconds(self, spec, device_bytes, host_room):
-            return 0.0
-
-        def _cautious(self, spec):
-            return spec.lacking, sum(table[spec.first.microbatches][2:])
-
     monkeypatch.setattr(microbatches, "least_seconds", lambda *_: 0.0)
-    unused: Any = None
-    run = Options(microbatches="auto")
-    search = Tabled(run, unused, unused, max(table), int(gib * 2**30), unused)
+    search = Tabled(table, gib, chosen)
     assert search.to_machine().first.microbatches == 32
-    assert asked == tried
+    assert search.asked == tried
+
+
+def test_microbatches_become_larger_or_smaller_while_that_lacks_no_memory_and_saves_time(
+    monkeypatch,
+):
+    monkeypatch.setattr(microbatches, "least_seconds", lambda *_: 0.0)
+    rng, numbers = random.Random(0), [2**i for i in range(6)]
+    for _ in range(300):
+        table = {
+            n: (rng.choice([1, 1, 50]), rng.choice([1, n, n]), rng.randint(9, 12)) for n in numbers
+        }
+        chosen, fits_from = rng.choice(numbers[1:]), rng.choice(numbers)
+
+        def rank(number: int, less: float = 1, table=table, fits_from=fits_from) -> Any:
+            lacks = max(0, fits_from - number)
+            return (lacks, less * table[number][2]) if number in table else (math.inf, 0)
+
+        best = chosen
+        while fits_from <= best > 1 and table[best // 2][0] < 20 and rank(best // 2) <= rank(best):
+            best //= 2
+        while best >= chosen and table[best][1] == best and rank(2 * best) <= rank(best, 0.98):
+            best *= 2
+        search = Tabled(table, 100, chosen, fits_from)
+        assert search.to_machine().first.microbatches == best
+        assert len(search.asked) == len({*search.asked})
 
 
 @pytest.mark.exhaustive
