@@ -191,6 +191,14 @@ def test_where_no_number_of_parts_fits_the_plan_shows_the_one_that_needs_the_lea
         ways.append(replace(spec, finer_ways=()))
         spec = spec.finer(spec.finer_ways)
     alone = [make_plan(fitted(way, 1000)).device_bytes for way in ways]
+    on_host = []
+    fit_to_machine(
+        replace(ways[0], finer_ways=spec_of_blocks(2).finer_ways),
+        TileFinder(KernelCache(), NOWHERE),
+        1000,
+        lambda run: on_host.append(run) or run,
+    )
+    assert [make_plan(run).device_bytes for run in on_host] == [min(alone)]
     assert (unfit.fits_device, unfit.device_bytes) == (False, min(alone))
     assert unfit.num_parts > 1 and min(alone) < alone[0]
     assert re.search(rf"{UNFIT} .*1000 B.*\bKiB .*\d parts.*layers\.1\.part 2", str(unfit))

@@ -162,6 +162,12 @@ def test_schedules_that_no_host_of_a_size_can_hold_are_not_searched_for(device_g
     assert ends[-1][0], ends
 
 
+def test_the_same_blocks_again_are_searched_for_once():
+    spec = dataclasses.replace(spec_of_deep_layers(5, depth=4), host_room=2**20)
+    found = [step.workload.again for step in host._computing_again(spec, lambda _: True)]
+    assert len(found) > 1 and len(set(found)) == len(found)
+
+
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_a_run_that_does_not_fit_is_refused_with_what_would_suffice(on_cpu):
     spec = spec_of_deep_layers(5, depth=10)

@@ -167,7 +167,7 @@ def fit_to_machine(
                 ways = [way for way in ways if way.num_groups > 1]
     if smallest.temporary_bytes is None:
         smallest = min(whole, fitting(smallest).to_machine(), key=least_device_bytes)
-    return smallest
+    return to_host(smallest)
 
 
 def _has_enough_groups(before: RunSpec, finer: RunSpec) -> bool:
@@ -278,7 +278,7 @@ class _Fitting:
         self._least = 0  # bytes that functions need in any tiles
 
     def to_machine(self, *, smaller_tiles: bool = True) -> RunSpec:
-        """The run fitted to its device, then to its host.
+        """The run fitted to its device, then to its host if it fits the device.
 
         Args:
             smaller_tiles: Whether smaller tiles than needed are tried, to save time.
@@ -288,6 +288,9 @@ class _Fitting:
             fitted = self._tiled(None)
         else:
             fitted = self._to_device(device_bytes, smaller_tiles)
+        lacking = 0 if device_bytes is None else least_device_bytes(fitted) - device_bytes
+        if lacking > 0:
+            return dataclasses.replace(fitted, lacking_device=lacking)
         found = self._to_its_host(fitted)
         if not _has_functions_of(fitted.first.schedule, found.first.schedule):
             found = self._with_its_functions(found)
@@ -309,7 +312,8 @@ class _Fitting:
         if self._tiles.most(spec.first) > room or _needed(fitted := self._tiled(None)) > room:
             fitted = self._tiled(room)
         is_large = spec.options.device_budget is None and _needed(fitted) > LARGE * device_bytes
-        if smaller_tiles and is_large:
+        # Needed tiles are small enough already where nothing fits.
+        if smaller_tiles and is_large and least_device_bytes(fitted) <= device_bytes:
             fitted = self._faster(fitted, device_bytes)
         return fitted
 

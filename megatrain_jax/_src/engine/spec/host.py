@@ -437,25 +437,28 @@ def _computing_again(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> Iter
     """
     inputs = sum(spec.first.workload.activations.values())
     lacking = 0.0  # missing host bytes with nothing computed again
+    tried: set[frozenset[int]] = set()
     # Spans skip numbers, because each needs a search for a schedule, and beyond 8 one more frees
     # almost nothing. The first one is always searched, because it gives the missing bytes.
     for span in _SPANS:
         # A span frees at most the inputs of all but one of its blocks.
         if lacking > inputs * (1 - 1 / span):
             continue
-        try:
-            if lacking > 0 and may_fit(workload_with_recomputed_spans(spec.first, span, lacking)):
-                yield with_recomputed_spans(
-                    spec.first, span, spec.budget_bytes, spec.host_room, lacking
-                )
-            if lacking > 0 and not may_fit(workload_with_recomputed_spans(spec.first, span)):
+        # First only as many blocks as seem to be enough, then all.
+        for num_bytes in (lacking, math.inf) if lacking > 0 else (math.inf,):
+            workload = workload_with_recomputed_spans(spec.first, span, num_bytes)
+            if lacking > 0 and (workload.again in tried or not may_fit(workload)):
                 continue
-            first = with_recomputed_spans(spec.first, span, spec.budget_bytes, spec.host_room)
-        # The blocks of a span need more device memory at once than the budget.
-        except BudgetError:
-            continue
-        yield first
-        lacking = lacking or first.schedule.transient_bytes - spec.host_room
+            tried.add(workload.again)
+            try:
+                first = with_recomputed_spans(
+                    spec.first, span, spec.budget_bytes, spec.host_room, num_bytes
+                )
+            # The blocks of a span need more device memory at once than the budget.
+            except BudgetError:
+                break
+            yield first
+            lacking = lacking or first.schedule.transient_bytes - spec.host_room
 
 
 def fit_new_shape_to_host(
