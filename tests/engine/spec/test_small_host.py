@@ -163,7 +163,7 @@ def test_schedules_that_no_host_of_a_size_can_hold_are_not_searched_for(device_g
 
 
 def test_the_same_blocks_again_are_searched_for_once():
-    spec = dataclasses.replace(spec_of_deep_layers(5, depth=4), host_room=2**20)
+    spec = dataclasses.replace(spec_of_deep_layers(5, depth=10), host_room=4 * GIB)
     found = [step.workload.again for step in host._computing_again(spec, lambda _: True)]
     assert len(found) > 1 and len(set(found)) == len(found)
 
