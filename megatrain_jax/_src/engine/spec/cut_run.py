@@ -1,7 +1,7 @@
 """Cuts loss and optimizer by the same groups: parameters that are copied together."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -65,7 +65,6 @@ class Cut:
 
 def cut_run(
     adapted: AdaptedModel,
-    loss_fn: Callable[..., Any],
     traced: TracedLoss,
     optimizer: optax.GradientTransformation,
     options: Options,
@@ -80,7 +79,6 @@ def cut_run(
 
     Args:
         adapted: The model.
-        loss_fn: The loss function.
         traced: The loss, traced for experts in `num_groups` groups.
         optimizer: The optimizer.
         options: Options of the run.
@@ -93,9 +91,8 @@ def cut_run(
     """
     trained = trainable_mask(options.trainable, adapted.params_tree(adapted.shapes))
     every, scanned = traced.stacks.stacks, traced.stacks.scanned
-    what = adapted, loss_fn, traced, optimizer, options, trained
     try:
-        return _cut(*what, every, num_parts, num_groups)
+        return _cut(adapted, traced, optimizer, options, trained, every, num_parts, num_groups)
     except CoupledGroupsError as error:
         if num_groups > 1:
             # The optimizer needs several experts together, as factored statistics over them do.
@@ -104,14 +101,13 @@ def cut_run(
         if every == scanned:
             raise
         reason = str(error)
-    found = _cut(*what, scanned, num_parts)
+    found = _cut(adapted, traced, optimizer, options, trained, scanned, num_parts)
     warning = f"layers in one array were left together: {reason}"
     return dataclasses.replace(found, program=found.program.warning(warning))
 
 
 def _cut(
     adapted: AdaptedModel,
-    loss_fn: Callable[..., Any],
     traced: TracedLoss,
     optimizer: optax.GradientTransformation,
     options: Options,
@@ -143,7 +139,7 @@ def _cut(
     program, leaves = remembered(
         "program",
         lambda: (IdentityKey(traced), leaves, str(options.dtypes.products)),
-        lambda: _cut_checked(adapted, loss_fn, traced, leaves, options.dtypes),
+        lambda: _cut_checked(traced, leaves, options.dtypes),
     )
     if options.microbatches != 1 or options.state_per_process:
         if reason := reason_against_microbatches(adapted, program):
@@ -168,24 +164,14 @@ def _cut(
 
 
 def _cut_checked(
-    adapted: AdaptedModel,
-    loss_fn: Callable[..., Any],
-    traced: TracedLoss,
-    leaves: tuple[Leaf, ...],
-    precision: Precision,
+    traced: TracedLoss, leaves: tuple[Leaf, ...], precision: Precision
 ) -> tuple[Program, tuple[Leaf, ...]]:
     """The loss in stages, and its leaves; parameters without gradients are warned of."""
     program = cut_program(traced, leaves, precision)
     leaves = tuple(
         without_block(leaf) if i in program.shared else leaf for i, leaf in enumerate(leaves)
     )
-    # Parameters get gradients with any batch, and however blocks are cut.
-    trained = tuple({leaf.parameter for leaf in leaves if leaf.is_trainable})
-    warning = remembered(
-        "parameters without gradients",
-        lambda: (IdentityKey(adapted), IdentityKey(loss_fn), trained),
-        lambda: refuse_no_gradient(program, leaves),
-    )
+    warning = refuse_no_gradient(program, leaves)
     return (program.warning(warning) if warning else program), leaves
 
 

@@ -117,7 +117,7 @@ def _make(
         return *objects, *dtypes, *numbers, way
 
     def anew() -> Cut:
-        return cut_run(adapted, loss_fn, traced, optimizer, options, num_parts, num_groups)
+        return cut_run(adapted, traced, optimizer, options, num_parts, num_groups)
 
     cut = remembered("cut", key, anew, _MOST_CUTS)
     layouts = _layouts(cut, options)
