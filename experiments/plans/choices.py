@@ -5,9 +5,10 @@
     python experiments/plans/choices.py --only Mamba2,UNet
 
 Whoever changes how a plan is found runs this, without a GPU, in some minutes. It writes
-`choices.csv` beside it, and fails if a step is planned to be slower by more than 1%, or if a run no
-longer fits. Both versions need the same estimate; after a change of the estimate, `--before` has to
-be run with the earlier search and the new estimate.
+`choices.csv` beside it, and fails if a step is planned to be slower by more than 1%, if a run no
+longer fits, or if one that never did is planned with more host memory. Both versions need the same
+estimate; after a change of the estimate, `--before` has to be run with the earlier search and the
+new estimate.
 
 `--openpi` names a copy of openpi's `src` folder (https://github.com/Physical-Intelligence/openpi);
 without one, π0 is left out.
@@ -254,10 +255,12 @@ def faults(row: dict[str, Any]) -> str:
     before, now = row["fits before"], row["fits now"]
     if before == "yes" != now:
         return "no longer fits"
-    if not row["seconds before"] or not row["seconds now"]:
+    if not row["seconds before"] or not row["seconds now"] or before != now:
         return ""
-    more = float(row["seconds now"]) / float(row["seconds before"]) - 1
-    return f"{more:.1%} slower" if more > _SLOWER and before == now else ""
+    # A run that doesn't fit is planned in the least memory, in whatever time that takes.
+    what = ("seconds", "slower") if now == "yes" else ("host_gib", "more host memory")
+    more = float(row[f"{what[0]} now"]) / float(row[f"{what[0]} before"]) - 1
+    return f"{more:.1%} {what[1]}" if more > _SLOWER else ""
 
 
 def main() -> None:
