@@ -169,3 +169,30 @@ def test_means_with_weights_are_a_function_of_their_own():
     for weighted, mean in ((False, 2.5), (True, 3.0), (False, 2.5)):
         found = cache.get(steps.means(["weight"], weighted=weighted))(rows)
         assert found["loss"] == mean and found["weight"] == 3
+
+
+@pytest.mark.by_default("2")
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_each_batch_draws_numbers_of_its_own_and_the_same_again(microbatches):
+    def drawn(model, batch, rng):
+        return 0 * predict(model, batch["x"]) + jax.random.uniform(rng)
+
+    def loss_fn(model, batch, rng):
+        return drawn(model, batch, rng).mean()
+
+    batches = make_batches([4, 4, 4], 0)
+    options: dict[str, Any] = {"microbatches": microbatches, "precision": FP32, "progress": False}
+    trainer = mt.Trainer(build(), loss_fn, optax.sgd(0.1), batches[0], seed=3, **options)
+    trainer.step(batches[0])
+
+    def key(n, m):
+        return jax.random.fold_in(
+            jax.random.fold_in(jax.random.fold_in(jax.random.key(3), n), 1), m
+        )
+
+    numbers = [float(jax.random.uniform(key(n, m))) for n in range(3) for m in range(microbatches)]
+    assert len(set(numbers)) == 3 * microbatches
+    for _ in range(2):
+        rows = trainer.predict(batches, drawn)
+        np.testing.assert_array_equal(rows, np.repeat(np.float32(numbers), 4 // microbatches))
+        np.testing.assert_allclose(trainer.evaluate(batches)["loss"], np.mean(numbers), rtol=1e-6)

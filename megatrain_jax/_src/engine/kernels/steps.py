@@ -32,12 +32,14 @@ from megatrain_jax._src.engine.state.placement import Placement
 
 
 def begin(key: Hashable, program: Program, microbatches: int, placement: Placement) -> Kernel:
-    """The kernel `(variables, batch, key, step, *scale) -> (values, seed, new variables)`.
+    """The kernel `(variables, batch, key, step, *more) -> (values, seed, new variables)`.
 
     Splits the batch and runs the prologue for each microbatch. Microbatch m of step t draws from
-    `fold_in(fold_in(key, t), m)`; if each process holds all state, microbatches are numbered over
-    all processes. State that random numbers are drawn from passes from microbatch to microbatch;
-    the remaining state changes once per step, as in the first microbatch.
+    `fold_in(fold_in(key, t), m)`, and in batch n of an evaluation, `fold_in(key, n)` is the key;
+    `more` is the scale, if there is one, or `evaluated=n`. If each process holds all state,
+    microbatches are numbered over all processes. State that random numbers are drawn from passes
+    from microbatch to microbatch; the remaining state changes once per step, as in the first
+    microbatch.
 
     Args:
         key: Key of the program.
@@ -56,7 +58,8 @@ def begin(key: Hashable, program: Program, microbatches: int, placement: Placeme
 
     # Keys are folded with the step's number, not split step by step, so that a restored run draws
     # the same numbers.
-    def begin_step(variables, batch, key, step, scale=1.0):
+    def begin_step(variables, batch, key, step, scale=1.0, evaluated=None):
+        key = key if evaluated is None else jax.random.fold_in(key, evaluated)
         step_key = jax.random.fold_in(key, step)
         rows, once = [], None
         for m in range(number):

@@ -221,6 +221,7 @@ class Engine:
         self,
         step: BoundStep,
         batch: Sequence[jax.Array],
+        number: int,
         averaged: Sequence[GroupLayout] | None = None,
     ) -> Any:
         """Computes the loss and metrics of one batch, or the arrays of a prediction.
@@ -230,6 +231,7 @@ class Engine:
         Args:
             step: The bound step of an evaluation.
             batch: Arrays of the batch, on the devices.
+            number: The batch's number in its evaluation, from 0: each draws its own random numbers.
             averaged: Layouts with averages as masters, which are then copied in their place; see
                 `Store.of_averages`.
         """
@@ -238,16 +240,18 @@ class Engine:
         if averaged is not None:
             self.store = self._transfers.store = own.of_averages(averaged)
         try:
-            return self._evaluated(step, batch)
+            return self._evaluated(step, batch, number)
         finally:
             self.store = self._transfers.store = own
 
-    def _evaluated(self, step: BoundStep, batch: Sequence[jax.Array]) -> Any:
+    def _evaluated(self, step: BoundStep, batch: Sequence[jax.Array], number: int) -> Any:
         """See `evaluate`; all state is at rest."""
         self._wake()
         try:
             self._transfers.follow(step.schedule.evaluation)
-            live, _, _ = self._begin(step, batch)
+            placement = self.store.placement
+            evaluated = placement.put(np.uint32(number), placement.small_on_device)
+            live, _, _ = self._begin(step, batch, evaluated=evaluated)
             for instruction in step.schedule.evaluation:
                 self.obey(instruction, live)
             is_loss = step.program.rows is None
@@ -295,11 +299,15 @@ class Engine:
             self.store.wake()
 
     def _begin(
-        self, step: BoundStep, batch: Sequence[jax.Array], scale: Sequence[jax.Array] = ()
+        self,
+        step: BoundStep,
+        batch: Sequence[jax.Array],
+        scale: Sequence[jax.Array] = (),
+        **evaluated: jax.Array,
     ) -> tuple[LiveValues, jax.Array, list[jax.Array]]:
         begin = self._find(("begin", step), lambda: begin_kernel(step, self.store.placement))
         rows, seed, variables = begin(
-            self.store.variables, list(batch), self.store.key, self.store.step, *scale
+            self.store.variables, list(batch), self.store.key, self.store.step, *scale, **evaluated
         )
         ids, once = step.program.prologue_values, step.kept_once
         live = LiveValues(

@@ -83,5 +83,5 @@ def evaluate_batches(
                 return
             with doing(f"computing {where}"):
                 arrays = put_batch(batch, step, placement)
-                found = engine.evaluate(step, arrays, averaged), num_rows(arrays)
+                found = engine.evaluate(step, arrays, number - 1, averaged), num_rows(arrays)
         yield found
