@@ -163,7 +163,7 @@ def fit(
         progress: Whether to show a progress bar; without it nothing is printed, except that a
             signal ended the run.
         microbatches: Number of equal parts that each training batch is split into, or "auto"; see
-            `Trainer`. A run that resumes keeps the number that its checkpoint was trained with.
+            `Trainer`. With "auto", a run that resumes keeps its checkpoint's number.
         waves: Number of equal groups of microbatches that go through forward and backward one after
             another; see `Trainer`.
         precision: A `Precision`, or a name: "compact" and "two_bytes" for its methods, "bfloat16",
@@ -240,9 +240,10 @@ def fit(
             first = 0
             if series is not None:
                 source.first = batch_digest(sample)
-                if _resumed(series, trainer, source, loop, resume=resume):
+                trained = _resumed(series, trainer, source, loop, resume=resume)
+                if trained == source.count:
                     # The sample was the data's first batch, which the run has already trained on.
-                    batches, first = source, source.count
+                    batches, first = source, trained
             call = Run(trainer=trainer, source=source, first=first, counted_from=0)
             return call.train(batches, loop, series, evaluation)
 
@@ -318,9 +319,11 @@ def train(
     if loop.decides_by(""):
         loop.check_metrics(trainer.run_state.spec.step_metrics, "")
     with attaching_result(trainer), _series(loop, trainer.processes, resume=resume) as series:
-        source, start = Source(data, saved=series is not None), trainer.num_steps
-        if series is not None and _resumed(series, trainer, source, loop, resume=resume):
-            start = 0
+        source = Source(data, saved=series is not None)
+        start = trainer.num_steps
+        if series is not None:
+            trained = _resumed(series, trainer, source, loop, resume=resume)
+            start = start if trained is None else 0
         run = Run(trainer=trainer, source=source, first=source.count, counted_from=start)
         return run.train(source, loop, series)
 
@@ -344,23 +347,24 @@ def _series(
 
 def _resumed(
     series: RunCheckpoints, trainer: Trainer, source: Source, loop: LoopOptions, *, resume: bool
-) -> bool:
+) -> int | None:
     """Restores the newest checkpoint if the run resumes, and brings the data to its position.
 
     Settings that differ are warned of.
 
     Returns:
-        Whether there was a checkpoint.
+        The number of batches drawn from `source` that the run has trained on, or that it needs no
+        more; None if there was no checkpoint.
     """
     if not resume:
         series.begin(trainer)
-        return False
+        return None
     facts, is_first = series.resume(trainer), trainer.processes.is_first
     if facts is None:
         if loop.progress and is_first:  # so that a wrong folder is noticed
             start = f"starting from step {trainer.num_steps}."
             tqdm.write(f"No checkpoint in {series.folder} yet: {start}")
-        return False
+        return None
     position = own_position(facts["data"], trainer.processes)
     if is_first:
         path = series.folder / str(trainer.num_steps)
@@ -388,11 +392,12 @@ def _resumed(
                 "run, choose another `checkpoint_dir`"
             )
         if loop.progress:
-            tqdm.write(f"Resumed from {path}.{version_remark(before, now)}")
+            all_of_it = " It has all its steps: nothing is trained or evaluated." * finished
+            tqdm.write(f"Resumed from {path}.{all_of_it}{version_remark(before, now)}")
     # Nothing is drawn for a run that has all its steps, of data that may have no more.
     if loop.steps is None or trainer.num_steps <= loop.steps:
         source.go_to(position, loop.progress and is_first, once=loop.steps is None)
-    return True
+    return source.count if position["batches"] else 0
 
 
 def _checked_metrics(prepared: Prepared, loop: LoopOptions) -> tuple[Any, Iterable[Any]] | None:

@@ -9,6 +9,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from ending_runs import BATCHES, OPTIMIZERS, STEPS, Net, everything, losses, run, whole
+from megatrain_jax import callbacks
 from megatrain_jax._src.engine.checkpoint import folder, manifest
 from messages import refuses, warns
 from poison import batch, loss_fn
@@ -42,6 +43,45 @@ def test_the_last_step_is_evaluated_and_saved_with_that(steps, checkpoint_every,
     assert evaluated == [*[False] * ((steps or STEPS) - 1), True]
     saved = manifest.facts_of(tmp_path / str(steps or STEPS))["history"]
     assert saved == list(result.history)
+
+
+class Stateful:
+    """An iterator of batches whose position can be saved."""
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.place == len(BATCHES):
+            raise StopIteration
+        self.place += 1
+        return BATCHES[self.place - 1]
+
+    def get_state(self):
+        return self.place
+
+    def set_state(self, place):
+        self.place = place
+
+
+@pytest.mark.parametrize("data", [lambda: BATCHES, Stateful], ids=["counted", "state"])
+def test_a_run_that_ended_before_its_first_step_begins_with_the_first_batch(data, tmp_path):
+    class Stop(callbacks.Callback):
+        def begin(self, trainer):
+            raise KeyboardInterrupt
+
+        def __call__(self, trainer, record):
+            pass
+
+    optimizer = OPTIMIZERS["deferred"]
+    ended = run(optimizer, data(), checkpoint_dir=tmp_path, callbacks=[Stop()])
+    assert ended.interrupted and (tmp_path / "0").is_dir()
+    resumed = run(optimizer, data(), checkpoint_dir=tmp_path)
+    assert losses(resumed) == whole("deferred").losses
+    check_same_bits(everything(resumed.trainer), whole("deferred").state)
 
 
 def test_a_finished_run_is_handed_back(tmp_path):

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,9 @@ import pytest
 from boards import FakeBoard, processes_of
 from megatrain_jax._src.engine.history import History, as_json
 from megatrain_jax._src.engine.options.batch_checks import batch_size, check_batch, check_like
+from megatrain_jax._src.engine.runtime.evaluation import put_batch
 from megatrain_jax._src.engine.runtime.interrupt import deferred_interrupt
+from megatrain_jax._src.engine.state.placement import placed_on
 from megatrain_jax._src.engine.state.processes import Processes
 from megatrain_jax._src.engine.train import source
 from megatrain_jax._src.engine.train.loop import slowest_of
@@ -236,6 +239,31 @@ def test_prefetch_puts_batches_on_the_device_ahead():
         assert len(drawn) == 2
         assert len(list(batches)) == 3
         assert batches.exhausted
+
+
+def test_data_may_fill_its_arrays_anew():
+    """Of aligned memory, a CPU's arrays would be the same bytes."""
+    memory = np.zeros(4096 + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    x = memory[start : start + 4096].view(np.float32)
+
+    def refilled() -> Iterator[Any]:
+        for number in range(3):
+            x[:] = number
+            yield {"x": x}
+
+    batches = Prefetch(refilled(), lambda batch: None, Processes())
+    found = []
+    for _ in range(3):
+        found.append(next(batches)["x"])
+        batches.fill()
+    assert [float(row.max()) for row in found] == [0, 1, 2]
+    step: Any = SimpleNamespace(microbatches=1)
+    (put,) = put_batch(
+        {"x": x}, step, placed_on(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
+    )
+    x[:] = 7
+    assert float(put.max()) == 2
 
 
 def test_work_is_counted_in_tokens_or_examples():

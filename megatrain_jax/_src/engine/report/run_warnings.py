@@ -158,8 +158,8 @@ def unused_seed(spec: RunSpec) -> str:
     if options.seed == Options.seed or rounds or any(map(takes_rng, functions)):
         return ""
     return (
-        f"`seed`={options.seed} changes nothing here: the model draws from random numbers of its "
-        f"own, as of nnx.Rngs({options.seed}), and `loss_fn` takes no `rng`"
+        f"`seed`={options.seed} changes nothing here: `loss_fn` takes no `rng`, and a model with "
+        f"dropout has random numbers of its own, as of nnx.Rngs({options.seed})"
     )
 
 

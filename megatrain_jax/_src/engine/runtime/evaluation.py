@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from megatrain_jax._src.common.activity import doing
 from megatrain_jax._src.engine.options.batch_checks import num_rows
@@ -16,6 +17,15 @@ from megatrain_jax._src.engine.state.layout import GroupLayout
 from megatrain_jax._src.engine.state.placement import Placement
 
 
+def owned(batch: Any) -> Any:
+    """A batch with copies of its NumPy arrays.
+
+    Data may fill its arrays anew while they are on their way to a device, or read there: on a CPU,
+    JAX's arrays may be the same memory.
+    """
+    return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, batch)
+
+
 def put_batch(batch: Any, step: BoundStep, placement: Placement) -> list[jax.Array]:
     """Puts the arrays of a batch on the devices, divided among them if microbatches allow.
 
@@ -25,7 +35,7 @@ def put_batch(batch: Any, step: BoundStep, placement: Placement) -> list[jax.Arr
         placement: The devices.
     """
     # Arrays that are divided have equally many examples, as checked before.
-    leaves = jax.tree.leaves(batch)
+    leaves = jax.tree.leaves(owned(batch))
     examples = leaves[0].shape[0] * placement.num_processes
     sharding = placement.batch(examples // step.microbatches)
     if placement.num_processes == 1:

@@ -30,6 +30,7 @@ from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.options.inputs import eval_batches
 from megatrain_jax._src.engine.options.options import EvalData, LoopOptions
+from megatrain_jax._src.engine.runtime.evaluation import owned
 from megatrain_jax._src.engine.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.engine.state.processes import Processes
 from megatrain_jax._src.engine.train.result import EMPTY
@@ -399,7 +400,9 @@ class Prefetch(Iterator[Any]):
             with naming_batch(self._drawn):
                 self._check(batch)
             # With several processes, none has the whole batch.
-            self._ready = jax.device_put(batch) if self._processes.count == 1 else batch
+            if self._processes.count == 1:
+                batch = jax.device_put(owned(batch))
+            self._ready = batch
         # A message cut off halfway would be mistaken for the next one.
         with deferred_interrupt():
             self._agree_on_end(batch is _END)
