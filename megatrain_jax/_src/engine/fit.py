@@ -241,7 +241,7 @@ def fit(
             if series is not None:
                 source.first = batch_digest(sample)
                 trained = _resumed(series, trainer, source, loop, resume=resume)
-                if trained == source.count:
+                if trained is not None and trained == source.count:
                     # The sample was the data's first batch, which the run has already trained on.
                     batches, first = source, trained
             call = Run(trainer=trainer, source=source, first=first, counted_from=0)
