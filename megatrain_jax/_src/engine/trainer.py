@@ -472,7 +472,11 @@ class Trainer(ExplainedAttributes):
 
     @property
     def model(self) -> Any:
-        """The user's kind of model, with NumPy arrays that share memory with the store."""
+        """The user's kind of model, with NumPy arrays that share memory with the store.
+
+        NNX modules are in evaluation mode. Each access makes a new model of the parameters as they
+        are then: keep it in a variable, ``model = trainer.model``, before you change it.
+        """
         return self._state.model()
 
     @property

@@ -104,11 +104,11 @@ def test_wide_products_are_warned_of_where_they_cost_time(microbatches):
 
 
 class Tokens(nnx.Module):
-    """Embedded tokens, two blocks and a head; products follow the embedding's dtype."""
+    """Embedded tokens, two blocks and a head, whose products are in one dtype."""
 
     def __init__(self, rngs: nnx.Rngs, dtype=None):
         self.embed = nnx.Embed(64, 32, rngs=rngs, dtype=dtype)
-        self.layers = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(2)])
+        self.layers = nnx.List([nnx.Linear(32, 32, dtype=dtype, rngs=rngs) for _ in range(2)])
 
     def __call__(self, tokens):
         x = self.embed(tokens)
@@ -132,6 +132,8 @@ def tokens_plan(precision, dtype=None):
         ("auto", None, ("100%", "bfloat16", "`embed/embedding`", "float32")),
         ("auto", jnp.bfloat16, ("products", "bfloat16")),
         ("float32", None, ("products", "float32")),
+        ("float32", jnp.bfloat16, ("100%", "bfloat16", "float32")),
+        ("bfloat16", jnp.float16, ("100%", "float16", "bfloat16")),
         (mt.Precision(compute="bfloat16"), None, ()),  # a warning says it
     ],
 )

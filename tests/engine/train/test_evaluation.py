@@ -194,5 +194,7 @@ def test_each_batch_draws_numbers_of_its_own_and_the_same_again(microbatches):
     assert len(set(numbers)) == 3 * microbatches
     for _ in range(2):
         rows = trainer.predict(batches, drawn)
-        np.testing.assert_array_equal(rows, np.repeat(np.float32(numbers), 4 // microbatches))
+        np.testing.assert_array_equal(
+            rows, np.repeat(np.array(numbers, np.float32), 4 // microbatches)
+        )
         np.testing.assert_allclose(trainer.evaluate(batches)["loss"], np.mean(numbers), rtol=1e-6)

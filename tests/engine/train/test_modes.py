@@ -127,6 +127,11 @@ def test_a_module_in_evaluation_mode_stays_so_among_others():
     )
     assert not found["norm/mean"].any() and expected["norm/mean"].any()
     assert found["dropout/rngs/count"] == expected["dropout/rngs/count"] > 0
+    model = Layers()
+    model.norm.eval()
+    trainer = fitted(model, eval_data=None).trainer
+    expected = trainer.predict(DATA[:1], lambda model, batch: model(batch[0]))
+    np.testing.assert_allclose(trainer.model(DATA[0][0]), expected, rtol=1e-5)
 
 
 class Backbone(nnx.Module):

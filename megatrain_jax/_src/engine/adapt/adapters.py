@@ -288,10 +288,8 @@ def _nnx_parts(model: Any, trainable: Any) -> Parts:
 
     def rebuild(params: Any, variables: Any) -> Any:
         model = nnx.merge(graphdef, params, variables)
-        # For use; a model that is in evaluation mode as a whole can be trained on.
-        if sets_mode:
-            for module in _nnx_modules(model):
-                module.eval()
+        for module in _nnx_modules(model):  # for use; another run sets it to training
+            module.eval()
         return model
 
     return params, variables, Shell(call=call, rebuild=rebuild)

@@ -1,6 +1,6 @@
 """Warnings about parts of a run that perform badly, reported at the user's own line."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import EllipsisType
 from typing import Any
 
@@ -111,7 +111,7 @@ def products_line(spec: RunSpec) -> str:
     wide, every = _wide_flops(spec)
     if not every or _wide_products(spec):
         return ""
-    if found := _much_is_wide(spec, wide, every):
+    if found := _much_is_wide(spec, wide, every) or _much_is_narrow(spec, every):
         return f"{found[0].upper()}{found[1:]}."
     coded = "float8 and " if spec.first.program.in_float8 else ""
     return f"Matrix products are computed in {coded}{np.dtype(spec.precision.compute).name}."
@@ -179,6 +179,24 @@ def _much_is_wide(spec: RunSpec, wide: int, every: int) -> str:
     )
 
 
+def _much_is_narrow(spec: RunSpec, every: int) -> str:
+    """The share of products in another dtype no wider than the compute dtype, and why, or ""."""
+    compute = np.dtype(spec.precision.compute)
+    flops = {
+        name: _flops(spec, lambda e, name=name: is_product(e) and _widest(e) == name)
+        for name in ("bfloat16", "float16")
+        if name != compute.name
+    }
+    name = max(flops, key=flops.__getitem__)
+    if flops[name] <= every / 10:
+        return ""
+    return (
+        f"{flops[name] / every:.0%} of the matrix products are computed in {name}, not in "
+        f"{compute.name}, the compute dtype: a layer with a dtype of its own, as in "
+        f"nnx.Linear(..., dtype=jnp.{name}), or a cast in the loss makes them so"
+    )
+
+
 def _wide_products(spec: RunSpec) -> list[str]:
     """Warns of much computation outside the compute dtype, which users rarely intend."""
     given = spec.options.precision
@@ -195,9 +213,17 @@ def _wide_products(spec: RunSpec) -> list[str]:
 def _wide_flops(spec: RunSpec) -> tuple[int, int]:
     """Operations of a forward's products wider than the compute dtype, and of all products."""
     itemsize = np.dtype(spec.precision.compute).itemsize
-    jaxprs = [bound.stage.jaxpr for bound in spec.first.stages]
-    wide = sum(count_flops(j, lambda e: _is_wide(e, itemsize)) for j in jaxprs)
-    return wide, sum(count_flops(j, is_product) for j in jaxprs)
+    return _flops(spec, lambda e: _is_wide(e, itemsize)), _flops(spec, is_product)
+
+
+def _flops(spec: RunSpec, counts: Callable[[Any], bool]) -> int:
+    """Operations of a forward's equations that count."""
+    return sum(count_flops(bound.stage.jaxpr, counts) for bound in spec.first.stages)
+
+
+def _widest(product: Any) -> str:
+    """The dtype of a product's wider operand, in which it computes."""
+    return max((v.aval.dtype for v in product.invars[:2]), key=lambda d: d.itemsize).name
 
 
 def _widened_by(spec: RunSpec) -> str:

@@ -65,7 +65,7 @@ class FitResult(ExplainedAttributes):
 
     @property
     def model(self) -> Any:
-        """The user's model with the trained parameters as host arrays."""
+        """The user's model with the trained parameters as host arrays; see `Trainer.model`."""
         return self.trainer.model
 
     @property
