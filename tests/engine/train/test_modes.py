@@ -18,6 +18,7 @@ from jax.experimental import io_callback
 import megatrain_jax as mt
 from megatrain_jax import callbacks
 from megatrain_jax._src.engine import trainer as trainers
+from megatrain_jax._src.engine.adapt.adapters import adapt
 from messages import refuses, tells, warns
 
 FP32 = mt.Precision(compute=jnp.float32)
@@ -106,6 +107,46 @@ class Layers(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.last(self.dropout(self.norm(self.first(x))))
+
+
+class Scanned(nnx.Module):
+    """Layers in a loop, which passes on keys and statistics also where it uses none."""
+
+    def __init__(self):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def make(rngs: nnx.Rngs) -> Any:
+            layer = nnx.Linear(4, 4, rngs=rngs)
+            return layer, nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        self.layers = nnx.List(make(nnx.Rngs(0)))
+        self.last = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def through(x: jax.Array, layers: Any) -> jax.Array:
+            for layer in layers:
+                x = layer(x)
+            return x
+
+        return self.last(through(x, self.layers))
+
+
+@pytest.mark.parametrize("make", [Layers, Scanned])
+def test_an_nnx_model_that_the_loss_itself_sets_to_training_is_told(make: Any):
+    def told(*kinds: type) -> tuple[bool, bool]:
+        def loss(model: Any, batch: Any, rng: Any) -> jax.Array:
+            for _, module in nnx.iter_graph(model):
+                if isinstance(module, kinds):
+                    module.train()
+            # What the loss itself draws may be meant.
+            return loss_fn(model, batch) + jax.random.uniform(rng)
+
+        text = adapt(make(), loss, DATA[0], 0)[0].only_in_training(loss, DATA[0])
+        return "dropout" in text, "BatchNorm" in text
+
+    assert told() == (False, False) and told(nnx.Dropout) == (True, False)
+    assert told(nnx.BatchNorm) == (False, True) and told(nnx.Module) == (True, True)
 
 
 def state_after_training(change: Any) -> Any:

@@ -19,6 +19,7 @@ functions also work on tracers, so a model can be split without being allocated.
 
 import dataclasses
 import inspect
+import itertools
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,10 @@ class Shell:
     only_in_training: Callable[..., str] = lambda *_: ""
     calls: list[Any] | None = None
 
+
+# What `only_in_training` says.
+_DRAWS = "draws random numbers (dropout)"
+_UPDATES = "updates the model's state (BatchNorm)"
 
 # A split model: parameters, untrained state, and the shell that rejoins them.
 Parts = tuple[Any, Any, Shell]
@@ -286,13 +291,41 @@ def _nnx_parts(model: Any, trainable: Any) -> Parts:
         check_same_paths(argument_of(loss_fn), "parameters", param_paths, after)
         return result, changed
 
+    def only_in_training(loss_fn, batch, params, variables):
+        held = jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        kinds = [type(v) for v in held for _ in jax.tree.leaves(v)]
+        is_key, is_stat = ([issubclass(k, of) for k in kinds] for of in (nnx.RngKey, nnx.BatchStat))
+        if not any(is_key + is_stat):
+            return ""
+
+        def called(variables, params, batch, key):
+            args = loss_arguments(loss_fn, batch, key)
+            result, changed = call(loss_fn, args, params, variables, key, False)
+            return [*itertools.compress(jax.tree.leaves(changed), is_stat)], result
+
+        try:
+            traced = jx.trace(called, variables, params, batch, jax.random.key(0))
+        except Exception:  # the evaluation reports it
+            return ""
+        # By what depends on what: loops pass on keys and statistics that they don't use.
+        outputs, first = len(traced.jaxpr.outvars), len(traced.consts)
+        of_stats = [i < sum(is_stat) for i in range(outputs)]
+        of_result = [not is_one for is_one in of_stats]
+        by_result, by_stats = (
+            jx.used_inputs(jx.without_dead_code(traced, used))[first:]
+            for used in (of_result, of_stats)
+        )
+        draws = any(itertools.compress(by_result, is_key))
+        return " and ".join([_DRAWS] * draws + [_UPDATES] * any(by_stats[len(kinds) :]))
+
     def rebuild(params: Any, variables: Any) -> Any:
         model = nnx.merge(graphdef, params, variables)
         for module in _nnx_modules(model):  # for use; another run sets it to training
             module.eval()
         return model
 
-    return params, variables, Shell(call=call, rebuild=rebuild)
+    shell = Shell(call=call, rebuild=rebuild, only_in_training=only_in_training)
+    return params, variables, shell
 
 
 def _modes(node: Any) -> list[Any]:
@@ -387,8 +420,8 @@ def linen_parts(
     def only_in_training(loss_fn, batch, params, variables):
         found = []
         for does, mutable, streams in (
-            ("draws random numbers (dropout)", flax.core.DenyList("params"), ()),
-            ("updates the module's state (BatchNorm)", False, ("params",)),
+            (_DRAWS, flax.core.DenyList("params"), ()),
+            (_UPDATES, False, ("params",)),
         ):
             apply = linen.apply(loss_fn, module, mutable=mutable)
 
@@ -484,8 +517,9 @@ class AdaptedModel:
         check_batch: `check_batch(batch)` calls the model's own method of this name, if it has one
             and all arrays of the batch are NumPy's: nothing is copied back from the device.
         only_in_training: `only_in_training(loss_fn, batch)` says what calling the function does
-            that belongs to training, such as "draws random numbers", or "". It is "" for an NNX
-            module, which is evaluated in another mode, and for a pytree, which has no state.
+            that belongs to training, such as "draws random numbers", or "". Numbers drawn from the
+            loss's `rng` don't count: a loss may need them in evaluations, too. So it is "" for a
+            pytree.
         calls: the calls that the loss makes of a Linen module, for `linen_calls.repeated`; None if
             they can't be repeated, or for another model.
         builder: name of the function that builds the model; None for a model given as it is.
