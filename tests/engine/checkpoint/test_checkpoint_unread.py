@@ -290,6 +290,23 @@ def test_a_checkpoint_is_joined_once_all_processes_have_written_their_parts(tmp_
         assert len(asked) == 2 - all(done)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_end_of_a_checkpoint_is_asked_for_once(count, tmp_path):
+    asked, saving = [], object.__new__(Saving)
+    gather = lambda where, words: asked.append(words) or [words, "OSError: full"]  # noqa: E731
+    made: Any = saving
+    made._is_written, made._is_agreed, made._is_known = threading.Event(), threading.Event(), False
+    made._is_written.set()
+    made._is_agreed.set()
+    made._processes = SimpleNamespace(count=count, gather=gather, unreachable=None)
+    made._thread = SimpleNamespace(is_alive=lambda: False)
+    made.path, made._error = tmp_path, None
+    for _ in range(2):
+        saving.join()
+    assert asked == [None] * (count - 1)
+    assert tells(str(saving._error), "process 1", "full") == (count == 2)
+
+
 @pytest.mark.parametrize(
     ("own", "other", "kind", "message"),
     [

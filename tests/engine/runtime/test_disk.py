@@ -7,8 +7,10 @@ import random
 import tempfile
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from contextlib import nullcontext, suppress
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +28,7 @@ from megatrain_jax._src.common.remembering import gc_paused
 from megatrain_jax._src.engine import run_state, start
 from megatrain_jax._src.engine.checkpoint import save
 from megatrain_jax._src.engine.options.options import Options
-from megatrain_jax._src.engine.runtime.disk import Disk
+from megatrain_jax._src.engine.runtime.disk import Disk, _all_but_next
 from megatrain_jax._src.engine.runtime.engine import Engine
 from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.workload import SLOTS
@@ -266,6 +268,19 @@ def test_few_parts_wait_in_memory_to_be_written(tmp_path: Path, monkeypatch: pyt
     assert 0 < max(most.values()) <= SLOTS + 1 and sum(waiting.values()) <= 1
 
 
+def test_what_was_read_ahead_as_ordered_is_kept():
+    rng = random.Random(0)
+    for _ in range(200):
+        rows = [[(rng.choice("abc"), rng.randint(1, 2)) for _ in range(4)] for _ in range(2)]
+        ahead, order = (row[: rng.randint(0, 4)] for row in (rows[0], rows[rng.randint(0, 1)]))
+        same = sum(takewhile(bool, map(eq, ahead, order)))
+        reads: Any = deque(SimpleNamespace(key=key, version=version) for key, version in ahead)
+        left: Any = deque(order)
+        whole = list(reads)
+        assert _all_but_next(reads, left) == whole[same:]
+        assert list(reads) == whole[:same] and list(left) == order[same:]
+
+
 def test_what_was_read_before_a_part_is_written_again_is_not_taken(tmp_path: Path):
     _, trainer = pair(tmp_path)
     store: Any = store_of(trainer)
@@ -414,10 +429,12 @@ def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.Mon
         with warns(UserWarning, "`disk_dir`", folder):
             make_trainer(CASE, OPTIMIZERS["clip_adamw"], disk_dir=[tmp_path, f"{folder}/new/disk"])
     mounts = tmp_path / "mounts"
-    for kind, expected in (("ext4", False), ("tmpfs", True)):
-        device = os.stat(tmp_path).st_dev
-        own = f"5 1 {os.major(device)}:{os.minor(device)} / / rw shared:1 - {kind} /dev/sda rw"
-        mounts.write_text(f"4 1 0:77 / /proc rw - proc proc rw\n{own}\n")
+    device = os.stat(tmp_path).st_dev
+    own = f"5 1 {os.major(device)}:{os.minor(device)} / / rw shared:1"
+    # The last one is listed with another number, as a subvolume is.
+    cases = (f"{own} - ext4", False), (f"{own} - tmpfs", True), ("5 1 0:78 / / rw - btrfs", False)
+    for row, expected in cases:
+        mounts.write_text(f"4 1 0:77 / /proc rw - proc proc rw\n{row} /dev/sda rw\n")
         monkeypatch.setattr(drive, "_MOUNTS", mounts)
         assert drive.in_memory(tmp_path / "later") is expected
 

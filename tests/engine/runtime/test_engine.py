@@ -258,6 +258,13 @@ def test_a_short_key_has_one_function_in_all_kinds_of_steps(monkeypatch):
         trainer.evaluate([batch])
         list(trainer.predict([batch], lambda params, batch: params["embed"][batch["tokens"]]))
     assert len(found) > 10
+    # What one step alone uses can be dropped.
+    engine, step = engine_of(trainer), spec_of(trainer).first
+    own = {key for key in engine._found if isinstance(key, tuple) and step in key}
+    others = {*engine._found} - own
+    assert own and any(isinstance(key, tuple) and Op.FORWARD in key for key in others)
+    engine.forget([step])
+    assert {*engine._found} == others
 
 
 @pytest.mark.exhaustive
@@ -339,6 +346,16 @@ def test_host_views_are_snapshots():
     check_same_bits(before, copies)
     after = jax.tree.leaves(trainer.params)
     assert any((a != b).any() for a, b in zip(after, jax.tree.leaves(copies), strict=True))
+
+
+def test_a_slab_is_gathered_once_for_all_its_leaves(monkeypatch):
+    store, gathered = store_of(make_trainer(CASE, OPTIMIZERS["adam"])), []
+    monkeypatch.setattr(type(store.placement), "readable", lambda _, x: gathered.append(x) or x)
+    parts = [store.at_rest(Key(Kind.MASTERS, group)) for group in (0, 1)]
+    for part in (parts[0], parts[0], parts[1], parts[1], parts[0]):
+        assert list(store._readable(part)) == list(part)
+    # The copies of the last one alone are kept.
+    assert list(map(id, gathered)) == [id(x) for i in (0, 1, 0) for x in parts[i]]
 
 
 def test_parameters_are_views_of_the_store():

@@ -1,5 +1,6 @@
 """Runs on a mesh of simulated devices give what plain JAX gives on one, and share their state."""
 
+import dataclasses
 import math
 import random
 from contextlib import nullcontext
@@ -65,6 +66,26 @@ def test_a_mesh_is_of_this_process_or_of_equally_many_devices_of_each(seed, monk
     is_right = numbers[index] == sum(numbers) or len({*numbers}) == 1
     with nullcontext() if is_right else refuses(ValueError, "`mesh`", f"{numbers[1]} of process 1"):
         check_mesh(mesh)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_small_values_of_several_processes_are_placed_as_those_of_one(num_devices):
+    """All devices are of this process, so that it can read what it has placed."""
+    of_one = placed_on(mesh_of(num_devices))
+    several: Any = SimpleNamespace(count=2, index=0)
+    placement = dataclasses.replace(of_one, processes=several)
+    key = jax.random.key(3)
+    keys = {"key": key, "keys": jax.random.split(key)}
+    tree = keys | {"a": np.arange(6.0), "b": jnp.arange(3), "c": 2}
+    for where in (of_one.small_at_rest, of_one.small_on_device):
+        found, expected = placement.put(tree, where), of_one.put(tree, where)
+        for name, x in found.items():
+            assert x.dtype == expected[name].dtype and x.is_fully_replicated
+            own, is_key = expected[name], jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            # Wrapping a key is a computation.
+            assert x.sharding.memory_kind == "device" if is_key else x.sharding == own.sharding
+            x, own = map(jax.random.key_data, (x, own)) if is_key else (x, own)
+            np.testing.assert_array_equal(x, own)
 
 
 @pytest.mark.parametrize(("microbatches", "divided"), [(1, True), (2, True), (4, False)])

@@ -1,11 +1,17 @@
 """Schedules of small workloads, instruction by instruction."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.engine.schedule.choices import Choice
+from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.search import find_schedule
+from megatrain_jax._src.engine.schedule.tasks import _seconds
+from megatrain_jax._src.engine.schedule.transient_host_bytes import in_flight_bytes
 from schedule_machine import run_everything
 from workloads import LISTS, all_resident_bytes, chain, computing, spell
 
@@ -76,6 +82,43 @@ def test_deferred_step_by_hand():
     # What the next forward updates first comes, or stays, while backward computes.
     backward = steady[steady.index("BACKWARD 3") :]
     assert {"FETCH O0", "FETCH O1"} <= set(backward) and "OFFLOAD G0" not in backward
+
+
+def test_the_ends_of_a_model_stay_on_the_device_first():
+    units = Choice(step=chain(5)).units
+    order = dict.fromkeys(key.owner for unit in units for key in unit if key.kind is Kind.MASTERS)
+    assert list(order) == [0, 4, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("waves", "expected"), [(1, 8 * (4 + 3 + 2)), (2, 10 * (4 + 3) + 30)])
+def test_the_three_largest_groups_are_in_flight_and_between_waves_sums_too(waves, expected):
+    """The state of group 5 rests on a disk, but not its gradient."""
+    each = {Kind.MASTERS: 3, Kind.OPTIMIZER_STATE: 5, Kind.GRADIENT: 10}
+    keys = [Key(kind, group) for kind in each for group in range(1, 6)]
+    on_disk = {key for key in keys if key.owner == 5 and key.kind is not Kind.GRADIENT}
+    sizes = {key: each[key.kind] * (3 if key.owner == 5 else key.owner) for key in keys}
+    workload: Any = SimpleNamespace(waves=waves, on_disk=on_disk, size=sizes.__getitem__)
+    steady = [Instruction(op=Op.OFFLOAD, key=key, task=0) for key in keys]
+    steady.append(Instruction(op=Op.FETCH, key=keys[0], task=0))
+    assert in_flight_bytes(workload, steady) == expected
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_seconds_of_each_instruction(deferred, kept):
+    """The first function that reads a gradient waits for its sum over machines."""
+    costs = SimpleNamespace(
+        forward=(1,), backward=(2,), update=(4,), reduce=(8,), summing=(16,), rounding=(32,),
+        recompute=(64,),
+    )  # fmt: skip
+    workload: Any = SimpleNamespace(costs=costs, kept={0} if kept else set(), deferred=deferred)
+    of_stage = {Op.FORWARD: 1, Op.BACKWARD: 2 + 32 - 64 * kept}
+    of_group = {Op.UPDATE: 4 + 16 * (not deferred), Op.REDUCE: 8 + 16 * deferred, Op.ZEROS: 0}
+    for op, seconds in of_stage.items():
+        assert _seconds(workload, Instruction(op=op, stage=0)) == seconds
+    for op, seconds in of_group.items():
+        assert _seconds(workload, Instruction(op=op, group=0)) == seconds
+    assert _seconds(workload, Instruction(op=Op.COMBINE)) == 0
 
 
 def test_a_single_task_by_hand():

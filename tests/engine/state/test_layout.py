@@ -2,6 +2,8 @@
 
 import itertools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,17 @@ import pytest
 
 from megatrain_jax._src.engine.state import layout
 from megatrain_jax._src.engine.state.codec import Blockwise, Plain, Rounded, draw_of
-from megatrain_jax._src.engine.state.host_leaves import read_leaves, read_part, runs_of
+from megatrain_jax._src.engine.state.host_leaves import (
+    cut,
+    joined_run,
+    read_leaves,
+    read_part,
+    runs_of,
+)
 from megatrain_jax._src.engine.state.layout import (
     ALIGNMENT,
     GroupLayout,
+    group_leaves,
     layout_of,
     mixed_layout_of,
 )
@@ -93,6 +102,52 @@ def test_no_two_slabs_groups_or_steps_have_a_draw_in_common():
         if draw is not None
     ]
     assert len(draws) == len(set(draws)) == 8 * (1 + len(DTYPES))
+
+
+def test_runs_are_cut_and_joined_like_the_whole():
+    """Of a part of which other processes have some runs."""
+    rng = random.Random(0)
+    for _ in range(200):
+        whole = np.arange(rng.randint(1, 12))
+        borders = sorted({0, len(whole), *rng.choices(range(len(whole)), k=3)})
+        pairs = [pair for pair in itertools.pairwise(borders) if rng.random() < 0.8]
+        runs = [(at, whole[at:end]) for at, end in pairs]
+        start, stop = sorted(rng.sample(range(len(whole) + 1), 2))
+        there = {i for at, end in pairs for i in range(max(at, start), min(end, stop))}
+        found = cut(runs, start, stop)
+        assert [i for at, run in found for i in range(at, at + len(run))] == sorted(there)
+        assert all(run.size and list(run) == list(range(at, at + len(run))) for at, run in found)
+        joined = joined_run(runs, start, stop)
+        assert (joined is None) == (len(there) < stop - start)
+        assert joined is None or list(joined) == list(range(start, stop))
+
+
+def test_groups_are_of_blocks_or_of_equal_readers_in_the_order_of_their_first_use():
+    rng = random.Random(0)
+    for _ in range(50):
+        numbers, num_stages = range(rng.randint(1, 8)), rng.randint(1, 5)
+        blocks = [rng.choice([None, None, ("layers", 0), ("layers", 1)]) for _ in numbers]
+        trained = [rng.random() < 0.7 for _ in numbers]
+        reads = [sorted(rng.sample(range(num_stages), rng.randint(0, num_stages))) for _ in numbers]
+        leaves: Any = [
+            SimpleNamespace(block=block, is_trainable=is_trained, modules=("leaf", i))
+            for i, block, is_trained in zip(numbers, blocks, trained, strict=True)
+        ]
+        found = group_leaves(
+            leaves, [[i for i in numbers if s in reads[i]] for s in range(num_stages)]
+        )
+        together: dict[Any, list[int]] = {}
+        for i in numbers:
+            together.setdefault((trained[i], blocks[i] or tuple(reads[i])), []).append(i)
+
+        def first(rows, reads=reads, last=num_stages):
+            return min((stage for i in rows for stage in reads[i]), default=last), rows[0]
+
+        expected = sorted(together.values(), key=first)
+        assert found.leaves == tuple(map(tuple, expected))
+        frozen = {g for g, rows in enumerate(expected) if not trained[rows[0]]}
+        assert found.frozen == frozen and len({*found.leaves}) == len(found.names)
+        assert [found.leaves[found.group_of[i]].count(i) for i in numbers] == [1] * len(numbers)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -3,13 +3,15 @@
 import itertools
 import json
 import time
+from contextlib import nullcontext
 from signal import Signals
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
 
-from boards import MESSAGES, FakeBoard, look, present, processes_of
+from boards import MESSAGES, PRESENCE, FakeBoard, look, present, processes_of
 from megatrain_jax._src.common.activity import doing, progressed
 from megatrain_jax._src.engine.state import processes as of_processes
 from megatrain_jax._src.engine.state.processes import PeerEndedError
@@ -73,9 +75,9 @@ def test_a_process_that_leaves_waits_for_nobody_and_the_next_message_is_another_
 )
 def test_peers_are_told_by_which_signal_a_run_ends(error, received, handled):
     """An interrupt that a callback raises is one, too; SIGTERM with a handler is no end."""
-    board, peers = FakeBoard(), []
+    board = FakeBoard()
     processes = processes_of(board, 2, 1)
-    signals = SimpleNamespace(
+    signals: Any = SimpleNamespace(
         has_received=received is not None, terminates=received == "SIGTERM" and not handled
     )
     assert run._tell_peers(error, processes, signals) is error
@@ -93,7 +95,7 @@ def test_peers_are_told_by_which_signal_a_run_ends(error, received, handled):
 @pytest.mark.parametrize("signal", [None, "SIGINT", "SIGTERM"])
 def test_a_run_ends_by_the_signal_of_its_peer(signal):
     board, noted = FakeBoard(), []
-    signals = SimpleNamespace(note=noted.append, ending=False)
+    signals: Any = SimpleNamespace(note=noted.append, ending=False)
     error = PeerEndedError("process 1 has ended", signal)
     found = run._tell_peers(error, processes_of(board), signals)
     assert not board.notes, "all know it already"
@@ -236,6 +238,67 @@ def test_an_abort_names_the_peer_that_has_been_silent_for_the_longest():
             board.show(i, beat=beat)
         look(processes, 1)
     assert tells(processes._explained_abort(True), "process 2", "node2")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("leaves_after", [0, 3, None])
+def test_a_process_ends_after_its_peers_but_not_long_after_an_error(
+    index, failed, leaves_after, monkeypatch
+):
+    """The first process, whose end aborts its peers, gives them some seconds after an error."""
+    board, naps = FakeBoard(), []
+    processes: Any = processes_of(board, 2, index)
+    processes._signs = SimpleNamespace(join=lambda seconds: None)
+
+    def nap(seconds):
+        naps.append(seconds)
+        assert len(naps) < 1000
+        # Without an error, it waits for as long as its peer shows signs of life.
+        if len(naps) == leaves_after or (leaves_after is None and not failed and len(naps) == 500):
+            board.show(1 - index, gone=True)
+            present(processes).exchange()
+
+    clock = SimpleNamespace(sleep=nap, monotonic=lambda: sum(naps))
+    monkeypatch.setattr(of_processes, "time", clock)
+    board.show(1 - index, gone=leaves_after == 0)
+    present(processes).exchange()
+    if failed:
+        processes.give_up("a cable is cut")
+    processes._wait_for_end_of_peers()
+    present(processes).exchange()
+    sign = json.loads(board.notes[f"{PRESENCE}{index}"])
+    assert sign["gone"] and sign["failed"] == failed
+    limit = 0 if failed and index else of_processes._SECONDS_FOR_PEERS if failed else 1000
+    wanted = 500 if leaves_after is None else leaves_after
+    assert len(naps) == min(wanted, round(limit / of_processes._LOOK_SECONDS))
+
+
+@pytest.mark.parametrize("in_jax", [True, False])
+@pytest.mark.parametrize("notices", [True, False])
+def test_a_process_that_waits_in_jax_for_a_lost_peer_is_ended_late(in_jax, notices, monkeypatch):
+    board, ended = FakeBoard(), []
+    processes = processes_of(board)
+    monkeypatch.setattr(processes, "_end_at_once", lambda: ended.append(True))
+
+    def judged(seconds):
+        present(processes).clock.seconds += seconds
+        present(processes).exchange()
+        processes._judge()
+        return len(ended)
+
+    board.show(1, beat=1)
+    assert judged(0) == 0 and processes.unreachable is None
+    assert judged(1000) == 0
+    found = processes.unreachable
+    assert tells(str(found), "process 1", "silent")
+    if notices:
+        with pytest.raises(PeerEndedError):
+            processes.gather("a step")
+    with doing("computing step 4") if in_jax else nullcontext():
+        assert judged(of_processes._SECONDS_TO_NOTICE) == 0
+        assert judged(1) == (in_jax and not notices)
+    assert processes.unreachable == found
 
 
 def test_the_seconds_of_all_waits_are_counted(monkeypatch):

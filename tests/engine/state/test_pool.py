@@ -44,6 +44,18 @@ def test_a_cpu_takes_nothing(monkeypatch):
     assert len(jax.live_arrays()) == before
 
 
+@pytest.mark.parametrize("missing", [None, "limit", "0", "all"])
+def test_free_device_memory_is_that_of_the_fullest_device(missing):
+    figures = (9, 2), (8, 3), (9, 1)
+    rows: list[Any] = [{"bytes_limit": limit, "bytes_in_use": used} for limit, used in figures]
+    if missing is not None:
+        left = {"limit": {"bytes_in_use": 3}, "0": rows[1] | {"bytes_limit": 0}, "all": None}
+        rows[1] = left[missing]
+    devices = [SimpleNamespace(memory_stats=lambda row=row: row) for row in rows]
+    placement: Any = SimpleNamespace(local_devices=devices)
+    assert pool.free_device_bytes(placement) == (5 if missing is None else None)
+
+
 class FakeGpu:
     """A GPU's pool as XLA keeps it: regions that double in size, up to a limit."""
 

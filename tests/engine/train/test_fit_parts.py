@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from megatrain_jax._src.engine.train.source import (
     joined_positions,
     own_position,
 )
-from messages import refuses
+from messages import refuses, tells
 
 
 def batch_of(value: float) -> dict[str, np.ndarray]:
@@ -296,6 +297,25 @@ def test_history_is_saved_as_json_and_drawn(tmp_path: Any):
     np.testing.assert_array_equal(evaluation.get_xydata(), [[2, 1.5]])
     assert History()._repr_html_() is None
     assert len(History().plot().axes[0].lines) == 0
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("ended", [*itertools.product([False, True], repeat=2)], ids=str)
+def test_data_end_for_all_processes_with_the_first_that_ends(index, ended):
+    """The first process says so, unless the data of all have ended."""
+    each = [index == 1 and ended[0], ended[1], ended[0]]
+    each[index] = own = each[index]
+    board = FakeBoard()
+    rows = ({"where": "the next batch of `data`", "value": [end, 1.0]} for end in each)
+    board.answers = {i: row for i, row in enumerate(rows) if i != index}
+    data = [] if own else [{"x": np.ones(2)}]
+    batches = Prefetch(data, lambda batch: None, processes_of(board, 3, index))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert len(list(itertools.islice(batches, 1))) == (not any(each))
+    first, count = next((i for i in range(3) if each[i]), None), sum(each)
+    assert len(told) == (index == 0 and 0 < count < 3)
+    assert all(tells(str(row.message), f"{count} of 3", f"process {first}") for row in told)
 
 
 def test_each_step_names_the_process_that_the_others_wait_for(monkeypatch):

@@ -17,7 +17,8 @@ import pytest
 
 import megatrain_jax as mt
 import small
-from megatrain_jax._src.engine.train.source import decoded_state, encoded_state
+from megatrain_jax._src.engine.train.source import Source, decoded_state, encoded_state
+from messages import refuses
 
 pytestmark = pytest.mark.usefixtures("started_once")
 
@@ -155,6 +156,23 @@ def test_a_state_that_cannot_be_saved_is_refused_with_the_first_batch(message, t
             call()
         assert data.num_drawn == n
     assert trainer.num_steps == 0 and not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize("can_set", [True, False])
+def test_without_a_state_or_a_method_to_set_it_batches_are_skipped(has_state, can_set):
+    class Data(Stateful):
+        set_state: Any = Stateful.set_state if can_set else property()
+
+    data = Data({"at": 0, "noise": 0})
+    source = Source(data, saved=True)
+    state = encoded_state({"at": 3, "noise": 9}) if has_state else None
+    source.go_to({"batches": 3, "state": state}, progress=False, once=False)
+    assert source.count == 3 and data.num_drawn == (0 if has_state and can_set else 3)
+    np.testing.assert_array_equal(next(source)["x"], small.batch(3)["x"])
+    with refuses(ValueError, "`data`", 4, 6):
+        source = Source(iter([small.batch(0)] * 4), saved=False)
+        source.go_to({"batches": 6}, progress=False, once=False)
 
 
 def test_a_state_that_is_not_saved_may_be_anything():

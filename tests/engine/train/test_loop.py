@@ -345,6 +345,20 @@ def test_a_callback_that_raises_costs_the_others_no_record(error: Any, at: int, 
     assert also.seen == first.seen[:also_at]
 
 
+def test_the_first_two_errors_of_callbacks_are_told():
+    def failing(number):
+        def call(trainer, record):
+            raise ValueError(f"number {number}")
+
+        return call
+
+    with refuses(ValueError, "number 0") as caught:
+        calls = [failing(number) for number in range(4)]
+        train(log_trainer(), numbered(4), callbacks=calls, progress=False)
+    (note,) = (note for note in caught.value.__notes__ if "number" in note)
+    assert tells(note, "number 1")
+
+
 def test_records_before_a_failed_step_are_seen_after_a_callback_failed():
     trainer, last = log_trainer(), Seeing()
     trainer.on_read[3] = raising(FloatingPointError("step 3"))

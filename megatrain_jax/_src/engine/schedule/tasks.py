@@ -352,8 +352,10 @@ def _seconds(workload: Workload, instruction: Instruction) -> float:
         saved = costs.recompute[instruction.stage] if instruction.stage in workload.kept else 0.0
         rounding = costs.rounding[instruction.stage] if costs.rounding else 0.0
         return costs.backward[instruction.stage] - saved + rounding
-    if (group := instruction.group) is None or instruction.op not in (Op.REDUCE, Op.UPDATE):
+    if instruction.op not in (Op.REDUCE, Op.UPDATE):
         return 0.0
+    group = instruction.group
+    assert group is not None
     found = costs.update if instruction.op is Op.UPDATE else costs.reduce
     first = Op.REDUCE if workload.deferred else Op.UPDATE  # reads the gradient first
     summing = costs.summing[group] if costs.summing and instruction.op is first else 0.0

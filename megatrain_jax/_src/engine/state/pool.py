@@ -453,7 +453,7 @@ def pool_bytes(
     num_bytes: int,
     array_bytes: int,
     total: int | None,
-    num_devices: int = 1,
+    num_devices: int,
     list_bytes: int = 0,
 ) -> int:
     """Returns the pinned memory of all fresh pools that `reserve` makes; see `process_bytes`."""

@@ -269,15 +269,12 @@ class Processes:
         """Raises an error if this process can't wait for its peers any longer."""
         assert self.presence is not None and self._board is not None
         presence = self.presence
-        gone = [i for i in missing if (sign := presence.signs[i]) is not None and sign.gone]
+        signs = ((i, presence.signs[i]) for i in missing)
+        gone = next(((i, sign) for i, sign in signs if sign is not None and sign.gone), None)
         # What it sent before it left may have come since.
-        if gone and str(gone[0]) not in self._board.read(folder):
-            sign = presence.signs[gone[0]]
-            why = sign.why.rstrip(".") if sign is not None else ""
-            self.give_up(
-                f"{presence.named(gone[0])} has left the run, which is at {where}: "
-                f"{why or 'each process has to make the same calls'}"
-            )
+        if gone is not None and str(gone[0]) not in self._board.read(folder):
+            why = gone[1].why.rstrip(".") or "each process has to make the same calls"
+            self.give_up(f"{presence.named(gone[0])} has left the run, which is at {where}: {why}")
         elif missing and self.patience and presence.idle_seconds > self.patience + _LATE_SECONDS:
             late = missing[0]
             self.give_up(
@@ -316,14 +313,18 @@ class Processes:
     def _look(self) -> None:
         """Looks for verdicts, and ends the process if its main thread doesn't notice one."""
         assert self.presence is not None
-        clock = self.presence.clock
         while True:
             time.sleep(_LOOK_SECONDS)
             self.presence.look()
-            if self._unreachable is None and (found := self.presence.verdict()):
+            self._judge()
+
+    def _judge(self) -> None:
+        assert self.presence is not None
+        if self._unreachable is None:
+            if found := self.presence.verdict():
                 self.give_up(found)
-            is_late = clock.seconds - self._since > _SECONDS_TO_NOTICE
-            if self._unreachable and not self._has_noticed and is_late and HERE.doing[0]:
+        elif not self._has_noticed and HERE.doing[0]:
+            if self.presence.clock.seconds - self._since > _SECONDS_TO_NOTICE:
                 self._end_at_once()
 
     def _end_at_once(self) -> None:
