@@ -11,7 +11,15 @@ import pytest
 
 import megatrain_jax as mt
 from inside import spec_of
-from megatrain_jax._src.engine.checkpoint.contents import coding_of, entries_of
+from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.engine.checkpoint.contents import (
+    ArrayEntry,
+    SmallArrays,
+    StorePlace,
+    arrays_to_convert,
+    coding_of,
+    entries_of,
+)
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
 from megatrain_jax._src.engine.report import run_warnings
 from megatrain_jax._src.engine.spec.codecs import master_codecs
@@ -31,6 +39,19 @@ def make(optimizer="adam", case=CASE, state=None, **options):
         case.build(), case.loss_fn, OPTIMIZERS[optimizer](None), case.batch(0), progress=False,
         precision=mt.Precision(master="int8", state=state, compute=jnp.float32), **options,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("there", ["float32", "bfloat16", "float64", "int32"])
+@pytest.mark.parametrize("here", ["float32", "bfloat16", "float64", "int32"])
+@pytest.mark.parametrize("holder", [Key(Kind.OPTIMIZER_STATE, 0), SmallArrays.OPTIMIZER])
+def test_only_narrow_floats_of_groups_are_converted(holder, here, there):
+    """Any other change of a dtype is a mistake."""
+    place, path = StorePlace(holder=holder, position=0), ("opt_state", "mu", "w")
+    entry = ArrayEntry(path=path, array=path, whole=(3,), shape=(3,), dtype=here, places=(place,))
+    saved: Any = {path: SimpleNamespace(shape=(3,), dtype=there)}
+    found = arrays_to_convert([entry], {}, saved, {})
+    narrow = {here, there} == {"float32", "bfloat16"}
+    assert list(found) == ([path] if narrow and place.group == 0 else [])
 
 
 def levels(x):

@@ -106,12 +106,14 @@ def test_a_run_ends_by_the_signal_of_its_peer(signal):
 
 def test_a_peer_that_has_left_for_good_is_not_waited_for():
     board = FakeBoard()
-    processes = processes_of(board)
-    board.show(1, gone=True)
+    processes = processes_of(board, 4)
+    for i in (1, 3):
+        board.show(i, gone=True, why=f"error {i}")
     look(processes, 0)
     with pytest.raises(PeerEndedError) as raised:
         processes.gather("step 3")
-    assert tells(str(raised.value), "process 1", "node1", "step 3")
+    assert tells(str(raised.value), "process 1", "node1", "step 3", "error 1")
+    assert not tells(str(raised.value), "error 3")
     assert processes.unreachable is not None
     with pytest.raises(PeerEndedError):
         processes.leave("the same error again")
