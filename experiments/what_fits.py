@@ -153,7 +153,9 @@ def _row_of_gpu(gpu: str, model: str) -> list[str]:
         # Where fp32 fits, compact does, too.
         fitting = (form for form, of in plans.items() if fits(of, host, model, GPUS[gpu], form))
         hosts.append(next(fitting, "–"))
-    memory = [f"{of.host_peak_bytes / 2**30:,.0f}" for of in plans.values()]
+    memory = [
+        f"{of.host_peak_bytes / 2**30:,.0f}" if of.fits_device else "–" for of in plans.values()
+    ]
     speed = [_speed(of) for of in plans.values()]
     return [" / ".join(memory), *hosts, " / ".join(speed)]
 
