@@ -204,8 +204,9 @@ def test_a_file_of_another_size_is_noticed_before_it_is_read(change, trainer, sa
     check_same_bits(small.state(trainer), expected)
 
 
-def test_processes_write_their_parts_of_one_array(tmp_path):
-    """Each has half of it, of which one chunk is shared."""
+@pytest.mark.parametrize("starts", [(0, 15), (15, 0)])
+def test_processes_write_their_parts_of_one_array(starts, tmp_path):
+    """Each has half of it, of which one chunk is shared; none keeps the whole half for that."""
     array = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
     place = StorePlace(holder=Key(Kind.MASTERS, 0), position=0)
     shape: Any = {"whole": array.shape, "shape": array.shape, "dtype": "float32"}
@@ -213,9 +214,10 @@ def test_processes_write_their_parts_of_one_array(tmp_path):
     grid = Grid(shape=array.shape, chunk=(2, 5))
     folder, what = tmp_path / "c", ([entry], {entry.path: grid}, True, frozenset())
     writers = [Writer(tmp_path, folder, i, *what) for i in range(2)]
-    for writer, start in zip(writers, (0, 15), strict=True):
-        runs = [(start, array.reshape(-1)[start : start + 15])]
-        writer.write([(entry, (), lambda runs=runs: runs)])
+    for writer, start in zip(writers, starts, strict=True):
+        half = array.reshape(-1)[start : start + 15]
+        writer.write([(entry, (), lambda run=(start, half): [run])])
+        assert not any(np.shares_memory(piece, half) for piece in writer._pieces.values())
         writer.finish()
     sums = {number: checksum(array[box]) for number, box in grid.boxes()}
     assert writers[0].join(2) == {"params/w": as_facts(grid, sums)}

@@ -51,10 +51,13 @@ def test_good_checkpoints_are_kept_and_broken_ones_set_aside(tmp_path):
     shutil.copytree(tmp_path / "6", tmp_path / "50")  # says that it is of step 6
     shutil.rmtree(tmp_path / "2")
     (tmp_path / "6" / "megatrain.json").write_text("{}")
+    (tmp_path / "6.refused-1").mkdir()
+    (tmp_path / "6.refused-2").symlink_to("nowhere")
     with warns(UserWarning, "step 4") as warned:
         result = small.fit(tmp_path, 8, checkpoint_every=2, keep=1)
     assert len(warned) == 2
-    assert sorted(os.listdir(tmp_path)) == ["50.refused-1", "6.refused-1", "8"]
+    aside = [f"6.refused-{n}" for n in (1, 2, 3)]
+    assert sorted(os.listdir(tmp_path)) == ["50.refused-1", *aside, "8"]
     expected = small.state(result.trainer)
     result.trainer.restore(tmp_path / "8")
     check_same_bits(small.state(result.trainer), expected)
