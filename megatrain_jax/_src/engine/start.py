@@ -76,7 +76,7 @@ from megatrain_jax._src.engine.spec.run_spec import RunSpec, distinct_facts
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
 from megatrain_jax._src.engine.state import pool
-from megatrain_jax._src.engine.state.drive import Drives, in_memory
+from megatrain_jax._src.engine.state.drive import Drives, check_space, in_memory
 from megatrain_jax._src.engine.state.drive import measured_rates as measured_disk_rates
 from megatrain_jax._src.engine.state.hardware import Hardware, card_here, within_pools
 from megatrain_jax._src.engine.state.placement import (
@@ -426,10 +426,14 @@ def _on_cpu(spec: RunSpec, kernels: KernelCache, placement: Placement) -> RunSpe
 def _check(
     spec: RunSpec, kernels: KernelCache, placement: Placement, free: int | None, *, has_gpu: bool
 ) -> None:
-    """Refuses a run that needs too much memory of its host or its device."""
+    """Refuses a run that needs too much memory of its host or device, or space on its disks."""
     # The last check before minutes of pinning.
-    check_host(spec if has_gpu else _on_cpu(spec, kernels, placement), *placement.process_counts)
-    check_device(make_plan(spec, *placement.process_counts), free, spec.first.program.values)
+    count, here = placement.process_counts
+    check_host(spec if has_gpu else _on_cpu(spec, kernels, placement), count, here)
+    plan = make_plan(spec, count, here)
+    check_device(plan, free, spec.first.program.values)
+    if spec.on_disk:
+        check_space(spec.options.disk_folders, plan.disk_bytes * here // count)
 
 
 @contextlib.contextmanager

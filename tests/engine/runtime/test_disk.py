@@ -306,6 +306,23 @@ def _open_files(folder: Path) -> int:
     return sum(link.startswith(str(folder)) for link in links)
 
 
+def test_too_little_space_is_refused_before_memory_is_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folders = [tmp_path / "first", tmp_path / "second" / "inside"]
+    with state_on_disk(ALL):
+        trainer = make_trainer(CASE, OPTIMIZERS["lion"], budget="minimum", disk_dir=folders)
+    each = trainer.plan.disk_bytes // len(folders)
+    assert each > 0
+    own, free = drive._free_bytes, {"first": 10 * each, "inside": each - 1}
+    monkeypatch.setattr(drive, "_free_bytes", lambda folder: free.get(folder.name, own(folder)))
+    monkeypatch.setattr(pool, "reserve", None)  # a call would raise another error
+    for short in "inside", "first":
+        with state_on_disk(ALL), refuses(OSError, "`disk_dir`", short):
+            make_trainer(CASE, OPTIMIZERS["lion"], budget="minimum", disk_dir=folders)
+        free = {"first": each - 1, "inside": 10 * each}
+
+
 def test_the_space_of_a_dropped_trainer_is_free_again(tmp_path: Path):
     trainer = pair(tmp_path)[1]
     with gc_paused():

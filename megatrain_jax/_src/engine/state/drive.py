@@ -111,12 +111,7 @@ class Drives:
         for folder, file, length in zip(self._folders, self._files, self._lengths, strict=True):
             if not length:
                 continue
-            if (free := _free_bytes(folder)) < length:
-                raise OSError(
-                    errno.ENOSPC,
-                    f"`disk_dir`={str(folder)!r} has {sized(free)} free, and {sized(length)} of "
-                    "the state would rest there. Free some space, or add another folder",
-                )
+            _check_free(folder, length)
             with _told(folder, f"can't hold {sized(length)}"):
                 _allocate(file, length)
 
@@ -229,6 +224,32 @@ def _close_files(files: list[int]) -> None:
         os.close(files.pop())
 
 
+def check_space(folders: Sequence[Path], num_bytes: int) -> None:
+    """Refuses folders, which may not exist yet, with too little space for so many bytes in all.
+
+    Raises:
+        OSError: If a drive has too little space.
+    """
+    for folder in folders:
+        _check_free(folder, num_bytes // len(folders))
+
+
+def _check_free(folder: Path, num_bytes: int) -> None:
+    if (free := _free_bytes(_existing(folder))) < num_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"`disk_dir`={str(folder)!r} has {sized(free)} free, and {sized(num_bytes)} of the "
+            "state would rest there. Free some space, or add another folder",
+        )
+
+
+def _existing(folder: Path) -> Path:
+    """A folder, or if it does not exist yet, the one that it will be made in."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
 def _free_bytes(folder: Path) -> int:
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
@@ -251,10 +272,8 @@ def _unnamed_file(folder: Path) -> int:
 
 
 def in_memory(folder: Path) -> bool:
-    """Whether a folder, or the one that it will be made in, lies in the host's memory itself."""
-    while not folder.exists():
-        folder = folder.parent
-    device = folder.stat().st_dev
+    """Whether a folder, which may not exist yet, lies in the host's memory itself."""
+    device = _existing(folder).stat().st_dev
     own = f"{os.major(device)}:{os.minor(device)}"
     rows = (row.partition(" - ") for row in (read_text(_MOUNTS) or "").splitlines())
     kinds = [kind.split()[0] for mount, _, kind in rows if mount.split()[2] == own]
