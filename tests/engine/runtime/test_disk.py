@@ -313,14 +313,24 @@ def test_too_little_space_is_refused_before_memory_is_pinned(
     with state_on_disk(ALL):
         trainer = make_trainer(CASE, OPTIMIZERS["lion"], budget="minimum", disk_dir=folders)
     each = trainer.plan.disk_bytes // len(folders)
-    assert each > 0
-    own, free = drive._free_bytes, {"first": 10 * each, "inside": each - 1}
-    monkeypatch.setattr(drive, "_free_bytes", lambda folder: free.get(folder.name, own(folder)))
-    monkeypatch.setattr(pool, "reserve", None)  # a call would raise another error
-    for short in "inside", "first":
-        with state_on_disk(ALL), refuses(OSError, "`disk_dir`", short):
+    own = drive._free_bytes
+
+    class PinningError(Exception):
+        pass
+
+    def pin(*_: Any) -> None:
+        raise PinningError
+
+    monkeypatch.setattr(pool, "reserve", pin)
+    for short, free in {
+        "inside": {"first": 10 * each, "inside": each - 1},
+        "first": {"first": each - 1, "inside": 10 * each},
+        None: {"first": each, "inside": each},
+    }.items():
+        monkeypatch.setattr(drive, "_free_bytes", lambda x, free=free: free.get(x.name, own(x)))
+        refusal = refuses(OSError, "`disk_dir`", short) if short else pytest.raises(PinningError)
+        with state_on_disk(ALL), refusal:
             make_trainer(CASE, OPTIMIZERS["lion"], budget="minimum", disk_dir=folders)
-        free = {"first": each - 1, "inside": 10 * each}
 
 
 def test_the_space_of_a_dropped_trainer_is_free_again(tmp_path: Path):
