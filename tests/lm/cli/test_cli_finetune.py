@@ -395,8 +395,8 @@ def test_a_longer_run_is_told_where_to_begin(tmp_path):
 
 
 def test_files_that_were_written_to_are_told_by_their_option(given, tmp_path):
-    for name in ("a.jsonl", "b.jsonl", "folder/c.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("a.jsonl", "b.jsonl", "folder/deep/c.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1\n")
     settings = FinetuneSettings(
         model=str(given / "tiny"),
@@ -414,7 +414,7 @@ def test_files_that_were_written_to_are_told_by_their_option(given, tmp_path):
     for written, options in (
         ("a.jsonl", ["data"]),
         ("b.jsonl", ["eval_data"]),
-        ("folder/c.jsonl", ["data"]),
+        ("folder/deep/c.jsonl", ["data"]),
         ("folder/d.jsonl", ["data"]),
     ):
         for option, stamp in file_stamps(settings).items():
