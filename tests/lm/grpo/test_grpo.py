@@ -329,8 +329,13 @@ def test_each_process_has_its_rows_of_the_batch_and_the_first_ones_rewards(asked
     (whole,) = batches(made_of(drawn), [1], 2)
     calls.clear()
     told: list[Any] = []
-    parts = [next(batches(made_of(drawn), [1], 2, 1, among(2, i, told))) for i in range(2)]
+    made = [made_of(drawn, num_processes=2) for _ in range(2)]
+    parts = [next(batches(own, [1], 2, 1, among(2, i, told))) for i, own in enumerate(made)]
     assert len(calls) == 1, "other processes call no reward function"
+    for own, part in zip(made, parts, strict=True):
+        assert own.shapes.keys() == part.keys()
+        assert {x.shape[0] for x in own.shapes.values()} == {made_of(drawn).num_rows / 2}
+        assert all(part[name].shape[1:] == x.shape[1:] for name, x in own.shapes.items())
     for name, rows in whole.items():
         joined = np.concatenate([part[name] for part in parts])
         np.testing.assert_array_equal(joined, rows, err_msg=name)

@@ -105,6 +105,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         notes: Metrics of the completions of the last few steps, by step.
         num_rows: Maximum number of rows of a batch.
         length: Number of tokens of a row.
+        shapes: Shapes of this process's part of the largest batch.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
                 f"{options.num_generations} must be a multiple of the {num_processes} processes of "
                 "the run"
             )
+        self.shapes = policy_batch.batch_shapes(self.num_rows // num_processes, self.length)
         self._trainer: Trainer | None = None
         self._progress = False
         self.notes: dict[int, dict[str, Any]] = {}
@@ -435,7 +437,7 @@ def train_grpo(
         trained,
         policy_batch.grpo_loss(options),
         optimizer,
-        policy_batch.batch_shapes(rollouts.num_rows // num_processes, rollouts.length),
+        rollouts.shapes,
         params=params,
         trainable=trainable,
         precision=precision,
