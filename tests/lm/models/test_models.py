@@ -53,7 +53,10 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         return model(torch.tensor(tokens).long(), **options).logits.numpy()
 
 
-@pytest.mark.by_default("cohere2", "llama4")
+@pytest.mark.by_default(
+    *("cohere2", "llama4", "hunyuan-dense", "ministral3"),
+    *("apertus", "deepseek-v2", "gemma4", "falcon-h1-plain"),
+)
 @pytest.mark.parametrize(
     "pair",
     ["llama", "mistral", "qwen3-moe", "gemma2", "gemma3", "phi3", "olmo3", "smollm3", "granite"]
@@ -80,6 +83,10 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         "afmoe",
         "nemotron-h",
         "olmo-hybrid",
+        "apertus",
+        "deepseek-v2",
+        "gemma4",
+        "falcon-h1-plain",
     ],
     indirect=True,
 )
@@ -96,7 +103,7 @@ def test_packed_documents_are_as_each_alone(pair):
 
 
 @pytest.mark.by_default(
-    *("glm4-moe", "granite4", "olmo2", "nemotron", "llama", "minimax-m2", "qwen3"),
+    *("glm4-moe", "granite4", "olmo2", "nemotron", "llama", "llama-dynamic", "minimax-m2", "qwen3"),
     *("afmoe", "cohere", "lfm2-moe", "nemotron-h", "olmo-hybrid", "qwen3-vl-moe"),
 )
 def test_logits_and_gradients(pair):
@@ -219,9 +226,9 @@ def test_the_balancing_loss_is_added_where_transformers_adds_it(balanced, tmp_pa
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
 
 
-@pytest.mark.parametrize("length", [16, 17])
-def test_both_sides_of_a_length_that_changes_wavelengths(length, tmp_path):
-    reference = make_torch("phi3")
+@pytest.mark.parametrize(("name", "length"), [("phi3", 16), ("phi3", 17), ("llama-dynamic", 12)])
+def test_both_sides_of_a_length_that_changes_wavelengths(name, length, tmp_path):
+    reference = make_torch(name)
     model = filled(load_pretrained(save(reference, tmp_path / "m")))
     tokens = random_tokens(1, length)
     np.testing.assert_allclose(forward(model, tokens), theirs(reference, tokens), atol=1e-4)
