@@ -187,15 +187,23 @@ def test_there_is_a_fold_for_each_reduction():
 
 REARRANGED = {
     "broadcast_in_dim": lambda x: jax.lax.broadcast_in_dim(x, (2, *x.shape), (1, 2, 3)),
-    "dynamic_slice": lambda x: jax.lax.dynamic_slice(x, (2, 1, 0), (3, 2, 4)),
-    "gather": lambda x: x[np.array([3, 0, 3])],
-    "reshape": lambda x: x.reshape(2, 3, 5, 4),
+    "dynamic_slice": lambda x: (
+        jax.lax.dynamic_slice(x, (2, 1, 0), (3, 2, 4)),
+        jax.lax.dynamic_slice(x, (9, 0, 1), (4, 5, 2)),
+    ),
+    "gather": lambda x: (
+        x[np.array([3, 0, 3])],
+        x[:, np.array([[4, 0], [1, 1]])],
+        x.at[np.array([-1, 0, 6])].get(mode="clip", wrap_negative_indices=False),
+        x.at[np.array([-1, 0])].get(mode="fill", wrap_negative_indices=False),
+    ),
+    "reshape": lambda x: (x.reshape(2, 3, 5, 4), x.reshape(6, 20)),
     "rev": lambda x: jax.lax.rev(x, (0, 2)),
     "slice": lambda x: jax.lax.slice(x, (1, 0, 1), (5, 5, 4), (2, 1, 1)),
-    "split": lambda x: jax.lax.split(x, (2, 4)),
+    "split": lambda x: (jax.lax.split(x, (2, 4)), jax.lax.split(x, (1, 4), 1)),
     "squeeze": lambda x: (jax.lax.squeeze(x[:1], (0,)), jax.lax.squeeze(x[:, :1], (1,))),
     "transpose": lambda x: jax.lax.transpose(x, (2, 0, 1)),
-    "unstack": lambda x: (jnp.unstack(x, axis=0), jnp.unstack(x, axis=1)),
+    "unstack": lambda x: [jnp.unstack(x, axis=axis) for axis in range(3)],
 }
 
 
@@ -211,7 +219,7 @@ def test_what_rearranges_slices_gives_what_it_gives_arrays(name):
         env.update(zip(eqn.outvars, whole, strict=True))
         if eqn.primitive.name != name:
             continue
-        for axes in [(0,), (0, 1), (2,)]:
+        for axes in [(0,), (0, 1), (1, 2), (2,)]:
             split = [in_pieces(ins[0], axes), *(constant(np.asarray(i)) for i in ins[1:])]
             found = slicewise(eqn, split)
             seen += found is not None

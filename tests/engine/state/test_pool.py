@@ -66,6 +66,8 @@ class FakeGpu:
     def reserve(self, *num_bytes, **options):
         placement = dataclasses.replace(on_one_device(), platform="gpu")
         pool.reserve(placement, *num_bytes, **options)
+        (known,) = pool._pools.values()
+        assert 0.99 * sum(self.regions) <= known.likely_bytes <= sum(self.regions)
 
     def take(self, num_bytes):
         # A piece fits behind the arrays that live in the pool, in one region of it.
