@@ -2,21 +2,30 @@
 
 import itertools
 import json
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from signal import Signals
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
+from jax._src.distributed import global_state
+from jax._src.lib import _jax
 
 from boards import MESSAGES, PRESENCE, FakeBoard, look, present, processes_of
 from megatrain_jax._src.common.activity import doing, progressed
 from megatrain_jax._src.engine.state import processes as of_processes
+from megatrain_jax._src.engine.state.coordination import CoordinationService
 from megatrain_jax._src.engine.state.processes import PeerEndedError
 from megatrain_jax._src.engine.train import run
 from messages import tells
+from ports import free_port
 
 
 def test_values_come_in_the_order_of_processes():
@@ -332,3 +341,214 @@ def test_a_wait_in_jax_for_a_peer_without_state_has_a_limit():
         assert tells(look(processes, 3), "process 1", "OutOfMemory: all of it")
         present(processes).waits = True
         assert look(processes, 0) == "", "it notices by itself"
+
+
+@pytest.fixture
+def service() -> Iterator[CoordinationService]:
+    """JAX's own coordination service, of this process alone."""
+    address = f"localhost:{free_port()}"
+    running = _jax.get_distributed_runtime_service(address, 1)
+    client = _jax.get_distributed_runtime_client(address, 0)
+    client.connect()
+    with mock.patch.object(global_state, "client", client):
+        yield CoordinationService()
+    client.shutdown()
+    running.shutdown()
+
+
+def test_notes_are_those_of_a_folder_until_they_are_deleted(service):
+    for key, text in (("a/1", b"old"), ("a/1", b"new"), ("a/2", b"\x00"), ("ab/1", b"other")):
+        service.write(key, text)
+    assert service.read("a") == {"1": b"new", "2": b"\x00"} and service.read("b") == {}
+    service.wait("a/3", 0.001)
+    service.wait("a/2", 60)
+    service.erase("a")
+    assert service.read("a") == {} and service.read("ab") == {"1": b"other"}
+
+
+def test_a_service_that_is_gone_is_a_lost_connection(service, monkeypatch):
+    def lost(*given, **options):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: its host\nis gone")
+
+    names = "key_value_set_bytes", "key_value_dir_get_bytes", "key_value_delete"
+    gone: Any = dict.fromkeys((*names, "blocking_key_value_get_bytes"), lost)
+    calls = [
+        lambda: service.write("a/1", b"x"),
+        lambda: service.read("a"),
+        lambda: service.wait("a/1", 1),
+        lambda: service.erase("a"),
+    ]
+    for client in (SimpleNamespace(**gone), None):
+        monkeypatch.setattr(global_state, "client", client)
+        for call in calls:
+            with pytest.raises(
+                ConnectionError, match="its host is gone" if client else "shut down"
+            ):
+                call()
+
+
+def test_processes_on_the_service_wait_for_each_other(service):
+    def values(index):
+        processes = processes_of(service, 3, index)
+        return [processes.gather(f"step {n}", [index, n]) for n in range(40)]
+
+    with ThreadPoolExecutor(3) as pool:
+        found = [*pool.map(values, range(3))]
+    assert found == [[[[i, n] for i in range(3)] for n in range(40)]] * 3
+
+
+class OnceLost(FakeBoard):
+    """A board that can't be reached from its first write or read on, until somebody sleeps."""
+
+    def __init__(self, method: str):
+        super().__init__({1: {"where": "a step", "value": 5}})
+        self._method = method
+        setattr(self, method, self._fail)
+
+    def _fail(self, *given):
+        raise ConnectionError("a cable is cut")
+
+    def sleep(self, seconds):
+        self.__dict__.pop(self._method, None)
+
+
+@pytest.mark.parametrize("method", ["write", "read"])
+def test_messages_come_through_once_the_service_is_there_again(method, monkeypatch):
+    board = OnceLost(method)
+    clock = SimpleNamespace(perf_counter=time.perf_counter, monotonic=time.monotonic)
+    monkeypatch.setattr(of_processes, "time", SimpleNamespace(**vars(clock), sleep=board.sleep))
+    assert processes_of(board).gather("a step", 4) == [4, 5]
+
+
+@pytest.mark.parametrize("index", range(1, 4))
+def test_the_first_process_of_those_that_wait_tells_once_for_whom(index, monkeypatch, capsys):
+    board = FakeBoard({i: {"where": "a step", "value": i} for i in range(1, 4) if i != index})
+    processes = processes_of(board, 4, index)
+    board.show(0, doing="drawing batch 7")
+    look(processes, 0)
+    ticks = itertools.count(0, 25)
+    clock = SimpleNamespace(perf_counter=time.perf_counter, monotonic=lambda: next(ticks))
+    monkeypatch.setattr(of_processes, "time", clock)
+    with pytest.raises(AssertionError, match="nobody writes"):
+        processes.gather("a step", index)
+    said = capsys.readouterr().err
+    assert said.count("node0") == (index == 1)
+    assert index > 1 or tells(said, "process 0", "a step", "drawing batch 7", "60 s")
+
+
+def test_a_further_run_takes_back_how_the_last_one_ended():
+    board = FakeBoard()
+    processes = processes_of(board)
+
+    def shown():
+        present(processes).exchange()
+        sign = json.loads(board.notes[f"{PRESENCE}0"])
+        return sign["ending"], sign["lost"]
+
+    processes.hurry("SIGTERM")
+    processes.lose("OutOfMemory")
+    assert shown() == ("SIGTERM", "OutOfMemory")
+    processes.begin_run()
+    assert shown() == ("", "")
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_the_last_sign_of_life_comes_after_the_end(is_lost):
+    board = FakeBoard()
+    processes: Any = processes_of(board)
+    waits: list[float] = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        processes._is_over, present(processes).gone, board.is_lost = True, True, is_lost
+
+    processes._changed = SimpleNamespace(wait=wait, clear=lambda: None)
+    processes._show_signs()
+    assert len(waits) == 1, "it ends with a last sign, without a wait"
+    sign = json.loads(board.notes[f"{PRESENCE}0"])
+    assert (sign["beat"], sign["gone"]) == ((1, False) if is_lost else (2, True))
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aba", "abb"])
+def test_a_process_counts_those_of_its_host_as_it_connects(hosts, monkeypatch):
+    where = "the first run of several processes"
+    board = FakeBoard({i: {"where": where, "value": hosts[i]} for i in (1, 2)})
+    processes, started, at_exit, explained = processes_of(board, 3), [], [], []
+    processes._signs = SimpleNamespace(start=lambda: started.append("signs"))  # type: ignore
+    threads = SimpleNamespace(
+        current_thread=threading.current_thread,
+        main_thread=threading.main_thread,
+        Thread=lambda target, **_: SimpleNamespace(start=lambda: started.append(target)),
+    )
+    monkeypatch.setattr(of_processes, "threading", threads)
+    monkeypatch.setattr(of_processes, "atexit", SimpleNamespace(register=at_exit.append))
+    monkeypatch.setattr(of_processes, "explain_aborts", explained.append)
+    monkeypatch.setattr(of_processes, "memory_owner", lambda: hosts[0])
+    processes.connect()
+    assert processes.num_here == hosts.count(hosts[0])
+    assert started == ["signs", processes._look] and at_exit == [processes._leave_for_good]
+    assert explained == [processes._explained_abort]
+
+
+@pytest.fixture
+def ended(monkeypatch) -> list[tuple[str, int, bool]]:
+    """How a process ends itself: its words, its status, and whether it shows its stacks."""
+    found: list[tuple[str, int, bool]] = []
+
+    def end(text, status=1, *, stacks=True):
+        found.append((text, status, stacks))
+
+    monkeypatch.setattr(of_processes, "end", end)
+    monkeypatch.setattr(of_processes.Processes, "_wait_for_end_of_peers", lambda self: None)
+    monkeypatch.setattr(of_processes.logging, "shutdown", lambda: None)
+    return found
+
+
+@pytest.mark.parametrize("own", ["", "unreachable", "raised"])
+@pytest.mark.parametrize("peer_failed", [False, True])
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_after_an_error_of_any_process_none_waits_for_jaxs_end(
+    own, peer_failed, is_stuck, ended, monkeypatch
+):
+    board = FakeBoard()
+    processes: Any = processes_of(board)
+    processes._signs = SimpleNamespace(is_alive=lambda: is_stuck)
+    processes.status = 143
+    board.show(1, gone=True, failed=peer_failed)
+    look(processes, 0)
+    if own == "unreachable":
+        processes.give_up("a cable is cut")
+    monkeypatch.setattr(sys, "last_value", ValueError() if own == "raised" else None, raising=False)
+    processes._leave_for_good()
+    if not (own or peer_failed or is_stuck):
+        assert not ended, "JAX may end as ever"
+        return
+    ((text, status, stacks),) = ended
+    assert (status, stacks) == (143, False)
+    named = {
+        "unreachable": "a cable is cut",
+        "raised": "",
+        "": "process 1" if peer_failed else "peer",
+    }
+    assert named[own] in text and bool(text) == (own != "raised")
+
+
+def test_what_a_process_did_in_jax_is_told_as_it_is_ended(ended):
+    processes = processes_of(FakeBoard())
+    processes.saved, processes.status = "Step 4 is saved in there.", 143
+    processes.give_up("a cable is cut")
+    with doing("computing step 6"):
+        processes._end_at_once()
+    ((text, status, stacks),) = ended
+    assert tells(text, "a cable is cut", "computing step 6", "Step 4") and (status, stacks) == (
+        143,
+        True,
+    )
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_an_abort_of_jaxs_thread_lets_the_run_end_by_an_error(is_own):
+    processes = processes_of(FakeBoard(), 2, 1)
+    processes.saved = "Step 4 is saved in there."
+    assert tells(processes._explained_abort(is_own), "process 0", "Step 4")
+    assert (processes.unreachable is None) == is_own
