@@ -20,6 +20,7 @@ from jax._src.lib import _jax
 
 from boards import MESSAGES, PRESENCE, FakeBoard, look, present, processes_of
 from megatrain_jax._src.common.activity import doing, progressed
+from megatrain_jax._src.engine.state import presence
 from megatrain_jax._src.engine.state import processes as of_processes
 from megatrain_jax._src.engine.state.coordination import CoordinationService
 from megatrain_jax._src.engine.state.processes import PeerEndedError
@@ -138,11 +139,22 @@ def test_a_peer_that_gave_another_one_up_is_quoted():
     assert tells(str(raised.value), "process 1", "process 2", "has not come")
 
 
-def test_the_last_message_of_a_peer_that_has_left_is_read():
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_last_message_of_a_peer_that_has_left_is_read(is_late):
     board = FakeBoard({1: {"where": "the end", "value": 5}})
     processes = processes_of(board)
     board.show(1, gone=True)
     look(processes, 0)
+    if is_late:  # it comes after a look for it
+        answers, board.answers, read = board.answers, {}, board.read
+
+        def read_first(folder):
+            found = read(folder)
+            board.answers = answers
+            board.write(f"{folder}/0", board.notes[f"{folder}/0"])
+            return found
+
+        board.read = read_first
     assert processes.gather("the end", 4) == [4, 5]
 
 
@@ -195,6 +207,26 @@ def test_a_service_that_does_not_answer_is_noticed():
     assert look(processes, 1) == ""
     assert look(processes, 29, heard=False) == ""
     assert tells(look(processes, 2, heard=False), "process 0")
+
+
+def test_a_process_waits_at_its_end_for_peers_that_show_signs_of_life():
+    board = FakeBoard()
+    processes = processes_of(board, 3)
+    for beat, there in enumerate((True, True, False)):
+        if beat < 2:
+            board.show(2, beat=beat)
+        look(processes, 11)
+        assert present(processes).has_peers == there
+
+
+def test_a_pause_of_this_process_is_nobodys_silence(monkeypatch):
+    now = itertools.chain([3, 3.5, 3.5, 100, 100.5])
+    monkeypatch.setattr(presence, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    clock, seconds = presence.Clock(), []
+    for _ in range(4):
+        clock.tick()
+        seconds.append(clock.seconds)
+    assert seconds == [0.5, 0.5, 1.5, 2]
 
 
 def test_the_silence_of_the_service_is_not_taken_for_that_of_a_peer():
