@@ -25,7 +25,7 @@ from megatrain_jax._src.engine.runtime.evaluation import put_batch
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.state.host_leaves import read_leaf, read_leaves, write_part
 from megatrain_jax._src.engine.state.layout import ALIGNMENT, layout_of
-from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
+from megatrain_jax._src.engine.state.placement import by_process, default_mesh, placed_on
 from messages import refuses, tells
 from optimizers import OPTIMIZERS
 from oracle import train_exact, train_plain
@@ -86,6 +86,37 @@ def test_small_values_of_several_processes_are_placed_as_those_of_one(num_device
             assert x.sharding.memory_kind == "device" if is_key else x.sharding == own.sharding
             x, own = map(jax.random.key_data, (x, own)) if is_key else (x, own)
             np.testing.assert_array_equal(x, own)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_processes_move_and_read_slabs_and_parts_as_one_does(index):
+    """All devices are of this process, in an order of the user's."""
+    of_one = placed_on(Mesh([jax.devices()[i] for i in (2, 0, 3, 1)], "data"))
+    several: Any = SimpleNamespace(count=2, index=index)
+    placement = dataclasses.replace(of_one, processes=several)
+    rng = np.random.default_rng(0)
+    slabs = [rng.normal(size=size).astype(np.float32) for size in (8, 4)]
+    at_rest = jax.device_put(slabs, of_one.slabs_at_rest)
+    for found, slab in zip(placement.move(at_rest, of_one.slabs_on_device), slabs, strict=True):
+        assert found.sharding == of_one.slabs_on_device
+        np.testing.assert_array_equal(found, slab)
+    shards = [dict(enumerate(np.split(slab, 4))) for slab in slabs]
+    for where in (of_one.slabs_at_rest, of_one.slabs_on_device):
+        for found, slab in zip(placement.put_shards(shards, where), slabs, strict=True):
+            assert found.sharding == where
+            np.testing.assert_array_equal(found, slab)
+    for x, slab in zip(at_rest, slabs, strict=True):
+        np.testing.assert_array_equal(placement.readable(x), slab)
+        np.testing.assert_array_equal(placement.part_here(x), slab)
+    whole = jax.device_put(slabs[0], of_one.small_on_device)
+    np.testing.assert_array_equal(placement.part_here(whole), slabs[0][4 * index : 4 * index + 4])
+
+
+def test_devices_are_those_of_each_process_in_order():
+    numbers = [1, 0, 1, 2, 0, 2]
+    devices = [SimpleNamespace(process_index=i, id=n) for n, i in enumerate(numbers)]
+    found = [[device.id for device in row] for row in by_process(devices, 3)]
+    assert found == [[1, 4], [0, 2], [3, 5]]
 
 
 @pytest.mark.parametrize(("microbatches", "divided"), [(1, True), (2, True), (4, False)])

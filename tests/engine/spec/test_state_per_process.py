@@ -2,6 +2,7 @@
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import megatrain_jax as mt
-from inside import engine_of, spec_of
+import small
+from inside import engine_of, spec_of, store_of
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.engine import start
+from megatrain_jax._src.engine.checkpoint import save
+from megatrain_jax._src.engine.checkpoint.contents import entries_of
 from megatrain_jax._src.engine.kernels import steps
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.report.make_plan import make_plan
@@ -138,6 +143,40 @@ def test_sums_and_means_are_those_over_the_processes():
     rows = {"loss": np.array([1, 3], "float32"), "weight": np.array([5, 6], "float32")}
     rows = jax.device_put(rows, NamedSharding(across, PartitionSpec(_ACROSS)))
     assert KernelCache().get(steps.row_means(own))(rows) == {"loss": 2, "weight": 11}
+
+
+def test_a_run_over_a_single_copy_of_the_state_is_one_without_copies(monkeypatch):
+    """Its gradients and means are summed over processes, of which there is one."""
+    mesh = Mesh(jax.devices()[:2], "data")
+
+    def over_copies(mesh, **options):
+        found = placed_on(mesh)
+        return dataclasses.replace(found, across=Mesh([found.devices], (_ACROSS, _AXIS)))
+
+    def found():
+        trainer = small.trainer(mesh=mesh, microbatches=2)
+        records = [trainer.read(trainer.step(small.batch(seed))) for seed in range(2)]
+        means = trainer.evaluate([small.batch(3)])
+        return small.state(trainer), [row["loss"] for row in records], means["loss"]
+
+    expected = found()
+    monkeypatch.setattr(start, "placed_on", over_copies)
+    jax.tree.map(np.testing.assert_array_equal, found(), expected)
+
+
+def test_the_first_of_processes_that_each_hold_all_state_writes_it():
+    trainer = small.trainer()
+    entries, store = entries_of(spec_of(trainer)), store_of(trainer)
+    for copies in (False, True):
+        for index in range(2):
+            processes = Processes(2, index)
+            across: Any = Mesh(jax.devices()[:1], "data") if copies else None
+            own = dataclasses.replace(store.placement, processes=processes, across=across)
+            with mock.patch.object(store, "placement", own):
+                parts = save._parts(spec_of(trainer), store, entries)
+            groups = [g for groups, _ in parts for g in groups]
+            assert sorted(groups) == ([] if copies and index else [0, 1])
+            assert any(not groups for groups, _ in parts) == (index == 0)
 
 
 def test_a_plan_counts_the_processes_that_share_the_state():

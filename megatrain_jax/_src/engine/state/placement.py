@@ -220,10 +220,8 @@ class Placement:
         """The processes' arrays, of equal shapes, one after another along their first axis."""
         if self.num_processes == 1:
             return part
-        # The first device of each process: in reversed order, it overwrites later ones.
-        first = {device.process_index: device for device in reversed(self.devices)}
-        devices = [first[i] for i in sorted(first)]
-        row = Mesh(np.array(devices), _AXIS, axis_types=(AxisType.Auto,))
+        devices = by_process(self.devices, self.num_processes)[:, 0]
+        row = Mesh(devices, _AXIS, axis_types=(AxisType.Auto,))
         flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
         with jax.transfer_guard("allow"):
             mine = jax.make_array_from_callback(
@@ -367,10 +365,9 @@ def placed_on(mesh: Mesh | AbstractMesh, *, per_process: bool = False) -> Placem
     devices = () if isinstance(mesh, AbstractMesh) else tuple(mesh.devices.flat)
     processes, across = _processes_of(devices), None
     if per_process and processes.count > 1:
-        # In order of the processes, each with equally many devices.
-        rows = sorted(devices, key=lambda device: device.process_index)
-        across = Mesh(np.array(rows).reshape(processes.count, -1), (_ACROSS, _AXIS))
-        devices = tuple(d for d in rows if d.process_index == jax.process_index())
+        rows = by_process(devices, processes.count)
+        across = Mesh(rows, (_ACROSS, _AXIS))
+        devices = tuple(rows[processes.index])
         mesh = Mesh(devices, _AXIS)
     # Slabs are divided over all devices of the user's mesh, as one row. Its axis is automatic,
     # because the loss is a function of whole arrays, and XLA's partitioner divides it.
@@ -398,6 +395,11 @@ def placed_on(mesh: Mesh | AbstractMesh, *, per_process: bool = False) -> Placem
         small_at_rest=whole(memory_kind="pinned_host"),
         small_on_device=whole(memory_kind="device"),
     )
+
+
+def by_process(devices: Sequence[Any], count: int) -> np.ndarray:
+    """The devices of each process, of which each has equally many: a row per process, in order."""
+    return np.array(sorted(devices, key=lambda d: d.process_index)).reshape(count, -1)
 
 
 def _processes_of(devices: Sequence[Any]) -> Processes:
