@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -181,3 +182,24 @@ def test_a_later_best_step_of_a_killed_run_is_removed(mode: Any, tmp_path: Path)
     assert keep.path is not None
     restored = small.trainer().restore(keep.path)["history"]
     assert [r["eval_loss"] for r in restored if "eval_loss" in r][-1] == evaluated[best]
+
+
+def test_steps_before_there_was_a_metric_do_not_count():
+    records = [{"step": 1, "loss": 2.0}, {"step": 2, "accuracy": 0.5}, {"step": 3, "accuracy": 0.4}]
+    trainer: Any = SimpleNamespace(history=records)
+    stopping = callbacks.EarlyStopping("accuracy", patience=2)
+    stopping.begin(trainer)
+    assert (stopping._best.value, stopping._best.since) == (0.5, 1)
+
+
+def test_the_best_checkpoint_of_the_step_that_a_run_goes_on_from_is_kept(tmp_path: Path):
+    for step in (2, 4, 6):
+        (tmp_path / str(step)).mkdir()
+        (tmp_path / str(step) / "megatrain.json").write_text("{}")
+    trainer: Any = SimpleNamespace(
+        history=[], num_steps=4, processes=SimpleNamespace(is_first=True)
+    )
+    keep = callbacks.KeepBest(tmp_path)
+    keep.begin(trainer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4"]
+    assert keep.path == tmp_path / "4"

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import optax
@@ -20,13 +22,14 @@ import megatrain_jax as mt
 import small
 from inside import count_steps
 from megatrain_jax._src.common.object_paths import UNFINISHED as NAME
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.checkpoint import folder, manifest, orbax, save
 from megatrain_jax._src.engine.checkpoint import workspace as workspaces
 from megatrain_jax._src.engine.checkpoint.save import Saving
 from megatrain_jax._src.engine.checkpoint.workspace import Workspace
 from megatrain_jax._src.engine.state.processes import Processes
 from megatrain_jax._src.engine.train.series import RunCheckpoints
-from messages import refuses, warns
+from messages import refuses, tells, warns
 from places import ROOT
 from runs import check_same_bits
 
@@ -129,6 +132,41 @@ def test_a_folder_without_a_manifest_is_not_the_step_that_a_run_starts_from(trai
         with warns(UserWarning, tmp_path / "2"):
             series.begin(trainer)
         assert series.saved is None
+
+
+def test_a_run_begins_before_all_checkpoints_of_its_folder(trainer, tmp_path):
+    with RunCheckpoints(tmp_path, None, 3, Processes()) as series:
+        saved_at(series, trainer, 4)
+        for step in (3, 2, 4):
+            count_steps(trainer, step)
+            with nullcontext() if step == 4 else refuses(mt.CheckpointError, f"step {step}", "4"):
+                series.begin(trainer)
+
+
+def test_a_checkpoint_is_complete_and_an_older_one_removed_before_the_next_is_begun(
+    trainer, tmp_path
+):
+    with RunCheckpoints(tmp_path, None, 1, Processes()) as series:
+        for step in (1, 2, 3):
+            count_steps(trainer, step)
+            series.save(trainer, None)
+            there = [number for number in range(1, step) if (tmp_path / str(number)).exists()]
+            assert there == [step - 1] * (step > 1)
+
+
+@pytest.mark.parametrize("free", [None, 0, 2**20, 2**30])
+def test_a_full_disk_is_told_with_what_it_lacks(free, tmp_path, monkeypatch):
+    entries = [SimpleNamespace(shape=(256, 1024), dtype=dtype) for dtype in ("float32", "int8")]
+    saving: Any = SimpleNamespace(_entries=entries, path=tmp_path / "4")
+    monkeypatch.setattr(save.places, "num_free_bytes", lambda folder: free)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    said = Saving._lack(saving, full)
+    assert not Saving._lack(saving, OSError(errno.EIO, "broken"))
+    if free is None:
+        assert said == ""
+        return
+    assert tells(said, tmp_path, "1.25 MiB", sized(free))
+    assert free > 2**20 or tells(said, sized(1.25 * 2**20 - free))
 
 
 def test_what_cannot_be_removed_is_warned_of_once(trainer, tmp_path, monkeypatch):
@@ -274,8 +312,11 @@ def test_the_next_run_waits_for_what_the_last_one_still_writes(tmp_path, monkeyp
 
 def test_a_folder_of_the_same_name_that_others_made_is_not_emptied(trainer, tmp_path):
     mine = strange_folder(tmp_path / NAME)
-    with refuses(mt.CheckpointError, tmp_path / NAME, "megatrain_jax"):
-        small.fit(tmp_path, 1, data=never())
+    shutil.copytree(tmp_path / NAME / "deep", tmp_path / "run" / NAME)  # with a single file
+    for place in (tmp_path, tmp_path / "run"):
+        with refuses(mt.CheckpointError, place / NAME, "megatrain_jax"):
+            small.fit(place, 1, data=never())
+    assert os.listdir(tmp_path / "run" / NAME) == ["er"]
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f"1.{NAME}").symlink_to(tmp_path / "elsewhere")
     with refuses(mt.CheckpointError, tmp_path / "1", "written"):

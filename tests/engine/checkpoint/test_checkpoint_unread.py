@@ -1,5 +1,6 @@
 """Checkpoints that can't be read: bad manifests, other formats, failures; what a run does then."""
 
+import errno
 import itertools
 import json
 import os
@@ -22,6 +23,7 @@ from megatrain_jax._src.engine.checkpoint.folder import (
     OtherFormatError,
     UnreadError,
     in_all_processes,
+    read_error,
 )
 from megatrain_jax._src.engine.checkpoint.orbax import ChunkReader
 from megatrain_jax._src.engine.checkpoint.save import Saving
@@ -332,3 +334,24 @@ def test_reading_is_tried_again_only_if_no_process_found_damage(own, other, kind
     with pytest.raises(CheckpointError, match=message) as raised:
         in_all_processes(processes, "here", action)
     assert type(raised.value) is kind
+
+
+def chained(*errors: BaseException, raised_from: bool) -> BaseException:
+    """The last of some errors, of which each was raised because of the one before."""
+    for before, error in itertools.pairwise(errors):
+        error.__cause__, error.__context__ = before if raised_from else None, before
+    return errors[-1]
+
+
+@pytest.mark.parametrize("raised_from", [False, True])
+def test_what_may_be_the_machines_fault_is_read_again(raised_from):
+    of_machine = [OSError(errno.EIO, "broken"), MemoryError(), UnreadError("busy")]
+    of_machine += [RuntimeError(text) for text in ("UNAVAILABLE: gone", "x UNAUTHENTICATED: y")]
+    of_machine += [RuntimeError("[os_error_code='5']"), RuntimeError("can't start new thread")]
+    lasting = [ValueError("damaged"), FileNotFoundError("gone"), NotADirectoryError("a file")]
+    lasting += [RuntimeError("[os_error_code='2']")]
+    for found, wanted in ((of_machine, UnreadError), (lasting, CheckpointError)):
+        for error in found:
+            for chain in ([error], [error, ValueError("x")], [error, KeyError("y"), TypeError()]):
+                last = chained(*chain, raised_from=raised_from)
+                assert type(read_error("no", last)) is wanted, error

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -487,3 +488,20 @@ def test_the_address_of_a_store_comes_from_the_environment(monkeypatch):
     assert path.kvstore()["endpoint"] == "http://localhost:10"
     path = path_of("gs://mine")
     assert path.kvstore() == {"driver": "gcs", "bucket": "mine", "path": ""}
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "named"),
+    [
+        ("PERMISSION_DENIED: no", PermissionError, "gcloud"),
+        ("UNAUTHENTICATED: who?", PermissionError, "gcloud"),
+        ("NOT_FOUND: nothing", FileNotFoundError, "mine"),
+        ("UNAVAILABLE: gone", OSError, "gone"),
+    ],
+)
+def test_what_a_store_refuses_is_an_error_of_the_system(said, kind, named):
+    future: Future[None] = Future()
+    future.set_exception(ValueError(f"{said} [source_location='a.cc:1']"))
+    with pytest.raises(OSError, match=named) as raised:
+        path_of("gs://mine/run")._result(future)
+    assert type(raised.value) is kind and "a.cc" not in str(raised.value)
