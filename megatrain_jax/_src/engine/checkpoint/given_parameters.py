@@ -4,7 +4,6 @@ All parameters are checked before any is read. Then they are read one by one, fr
 checkpoint or from memory-mapped files, so the whole model never exists beside its slabs.
 """
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from megatrain_jax._src.common.computed_array import ComputedArray
 from megatrain_jax._src.common.object_paths import AnyPath
 from megatrain_jax._src.common.trees import described, listed, module_path, path_name
 from megatrain_jax._src.common.user_warnings import warn_user
@@ -41,72 +41,11 @@ from megatrain_jax._src.engine.checkpoint.folder import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SavedArray:
-    """An array of a checkpoint, which NumPy loads through `__array__`.
-
-    Attributes:
-        read: Function that reads arrays of the checkpoint by their paths.
-        path: The array's path in the checkpoint.
-        shape: The array's shape.
-        dtype: The array's dtype.
-        checksums: Checksums of the checkpoint's arrays.
-    """
-
-    read: Callable[[Mapping[TreePath, Any]], Mapping[TreePath, np.ndarray]]
-    path: TreePath
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    checksums: Checksums
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Loads the array.
-
-        Raises:
-            CheckpointError: If its checksum does not match.
-        """
-        # Loaded one by one on demand, so that the whole model is never in memory.
-        (array,) = self.read({self.path: self}).values()
-        self.checksums.verify(self.path, array)
-        return array if dtype is None else array.astype(dtype)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SavedCodes:
-    """An array stored as codes in a checkpoint, which NumPy loads through `__array__`.
-
-    Attributes:
-        parts: Its codes and their scales, in the order of `part_names`.
-        coding: The array's coding, from the checkpoint's manifest.
-    """
-
-    parts: tuple[SavedArray, ...]
-    coding: Mapping[str, Any]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The array's shape."""
-        return tuple(self.coding["shape"])
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the decoded numbers."""
-        return np.dtype(np.float32)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Loads the array and decodes it.
-
-        Raises:
-            CheckpointError: If a checksum does not match.
-        """
-        array = decoded(self.coding, *map(np.asarray, self.parts))
-        return array if dtype is None else array.astype(dtype)
-
-
-def saved_arrays(
-    where: AnyPath, argument: str = "params"
-) -> dict[TreePath, SavedArray | SavedCodes]:
+def saved_arrays(where: AnyPath, argument: str = "params") -> dict[TreePath, ComputedArray]:
     """The arrays of a checkpoint by path; nothing is loaded yet.
+
+    They are loaded one by one on demand, so that the whole model is never in memory. An array whose
+    checksum does not match raises a `CheckpointError` then.
 
     Args:
         where: The checkpoint.
@@ -141,14 +80,26 @@ def saved_arrays(
     other = cast(Path, where)
     read = orbax.ChunkReader(where).read_whole if is_own else partial(orbax.load_arrays, other)
     checksums = Checksums(where, facts.get("arrays"))
-    arrays = {
-        path: SavedArray(
-            read=read,
-            path=path,
-            shape=tuple(found.shape),
-            dtype=jnp.dtype(found.dtype),
-            checksums=checksums,
+
+    def saved(path: TreePath, found: Any) -> ComputedArray:
+        like = jax.ShapeDtypeStruct(tuple(found.shape), jnp.dtype(found.dtype))
+
+        def numbers(_: Any) -> np.ndarray:
+            (array,) = read({path: like}).values()
+            checksums.verify(path, array)
+            return array
+
+        return ComputedArray("/".join(path), like.shape, like.dtype, numbers)
+
+    def codes(path: TreePath, coding: Mapping[str, Any]) -> ComputedArray:
+        parts = [arrays.pop((*path, name)) for name in part_names(coding)]
+        shape = tuple(coding["shape"])
+        return ComputedArray(
+            "/".join(path), shape, np.float32, lambda _: decoded(coding, *map(np.asarray, parts))
         )
+
+    arrays = {
+        path: saved(path, found)
         for path, found in _metadata(where, argument, is_own).items()
         if hasattr(found, "shape")  # Python numbers have no shape
     }
@@ -156,13 +107,8 @@ def saved_arrays(
     by_pointer = {pointer(path[:-1]): path[:-1] for path in arrays if path[-1] == "codes"}
     codings = facts["coded"] if facts else {}
     coded = {path: codings[name] for name, path in by_pointer.items() if name in codings}
-    parts = {
-        path: tuple(arrays.pop((*path, name)) for name in part_names(coding))
-        for path, coding in coded.items()
-    }
-    return arrays | {
-        path: SavedCodes(parts=parts[path], coding=coding) for path, coding in coded.items()
-    }
+    of_codes = {path: codes(path, coding) for path, coding in coded.items()}
+    return arrays | of_codes
 
 
 def _checkpoints_in(folder: AnyPath) -> list[AnyPath]:
@@ -207,7 +153,7 @@ def with_given_parameters(
     initial: InitialValues,
     adapted: AdaptedModel,
     dtypes: Sequence[DTypeLike | None],
-    saved: Mapping[TreePath, SavedArray | SavedCodes] | None = None,
+    saved: Mapping[TreePath, ComputedArray] | None = None,
 ) -> InitialValues:
     """Initial values with given parameters and statistics in place of the model's own.
 
