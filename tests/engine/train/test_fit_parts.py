@@ -210,7 +210,7 @@ def test_a_batch_passes_if_each_device_has_equally_many_rows_of_each_microbatch(
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"y": np.zeros((4, 3), np.float32)}, r"missing: batch\['x'\]; new: batch\['y'\]"),
+        ({"y": np.zeros((4, 3), np.float32)}, r"batch\['x'\].* batch\['y'\]"),
         ({"x": np.zeros((4, 3), np.int32)}, r"batch\['x'\] .*int32"),
         ({"x": np.zeros((4, 3), np.float32), "n": None}, "structure"),
     ],

@@ -195,7 +195,7 @@ def test_an_error_in_the_data_keeps_the_steps_done():
 
 def test_a_batch_unlike_the_first_is_numbered_and_keeps_the_steps_done():
     trainer = log_trainer()
-    with refuses(ValueError, "missing: batch['x']") as caught:
+    with refuses(ValueError, "batch['x']", "batch['y']") as caught:
         train(trainer, [batch_of(1), {"y": np.zeros((4, 3))}], progress=False)
     assert tells(caught.value.__notes__[0], "`data`", 2)
     assert [record["step"] for record in trainer.history] == [1]

@@ -102,33 +102,21 @@ def check_like(batch: Any, sample: Any) -> None:
     Raises:
         ValueError: If a path is missing, is new, or has another dtype.
     """
-    ours, theirs = (
-        {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (batch, sample)
-    )
-    missing = [name for name in theirs if name not in ours]
-    added = [name for name in ours if name not in theirs]
-    if missing or added:
-        raise ValueError(
-            "the batch is built differently from the first one: "
-            f"missing: {', '.join(missing) or 'nothing'}; new: {', '.join(added) or 'nothing'}"
-        )
+    if others := other_arrays(batch, sample, shapes=False):
+        raise ValueError(f"the batch is built differently from the first one: {others}")
     # Equal paths may still have different containers: a tuple where the first batch had a list.
     structure, expected = jax.tree.structure(batch), jax.tree.structure(sample)
     if structure != expected:
         raise ValueError(f"the batch has the structure {structure}, but the first had {expected}")
-    for name, leaf in ours.items():
-        dtype, wanted = _dtype(leaf), _dtype(theirs[name])
-        if dtype != wanted:
-            raise ValueError(f"{name} has dtype {dtype}, but in the first batch it had {wanted}")
 
 
-def other_arrays(batch: Any, sample: Any) -> str:
+def other_arrays(batch: Any, sample: Any, *, shapes: bool = True) -> str:
     """A sentence on the arrays that differ from the first batch's; "" if none.
 
     Args:
         batch: A batch that has passed `check_batch`.
         sample: The first batch, or its shapes.
+        shapes: Whether arrays of other shapes differ.
     """
     ours, theirs = (
         {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
@@ -139,7 +127,7 @@ def other_arrays(batch: Any, sample: Any) -> str:
         if (other := theirs.get(name)) is None:
             found.append(f"{name} is not in the first batch")
             continue
-        if leaf.shape != other.shape:
+        if shapes and leaf.shape != other.shape:
             found.append(f"{name} has shape {leaf.shape}, and {other.shape} in the first batch")
         if (dtype := _dtype(leaf)) != (wanted := _dtype(other)):
             found.append(f"{name} has dtype {dtype}, and {wanted} in the first batch")

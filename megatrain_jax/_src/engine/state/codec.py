@@ -171,7 +171,7 @@ class Plain:
     @property
     def draws(self) -> bool:
         """Whether encoding draws random bits."""
-        return False
+        return getattr(self, "stochastic", False)
 
     def parts(self, dtype: str) -> tuple[Part, ...]:
         """The arrays at rest of numbers of this dtype."""
@@ -210,11 +210,6 @@ class Rounded(Plain):
 
     def __post_init__(self):
         assert not self.stochastic or self.dtype == "bfloat16"
-
-    @property
-    def draws(self) -> bool:
-        """Whether encoding draws random bits."""
-        return self.stochastic
 
     def parts(self, dtype: str) -> tuple[Part, ...]:
         """The one array of the narrower dtype."""
@@ -292,11 +287,6 @@ class Blockwise(Plain):
     bits: int = 8
     signed: bool = True
     stochastic: bool = False
-
-    @property
-    def draws(self) -> bool:
-        """Whether encoding draws random bits."""
-        return self.stochastic
 
     def parts(self, dtype: str) -> tuple[Part, ...]:
         """Codes and scales; two codes of 4 bits share a byte."""
