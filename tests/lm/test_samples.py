@@ -90,7 +90,7 @@ def texts(samples: list[dict[str, Any]]) -> list[str]:
     return [sample["text"] for sample in samples]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("1-2")
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_a_model_of_ones_own_is_continued(microbatches: int, num_devices: int):
@@ -137,7 +137,6 @@ class Letters:
         return "".join(chr(97 + i) for i in ids)
 
 
-@pytest.mark.exhaustive
 def test_a_run_shows_its_samples_and_hands_them_to_logs(tmp_path: Path, capsys: Any):
     samples = callbacks.Samples(["abc", "b"], Letters(), logits=toy_logits, num_tokens=6)
     seen = {}
@@ -169,7 +168,6 @@ def test_a_run_shows_its_samples_and_hands_them_to_logs(tmp_path: Path, capsys: 
     assert tells(repr(result.history), 2)
 
 
-@pytest.mark.exhaustive
 def test_samples_come_after_so_many_steps():
     samples = callbacks.Samples([[1]], logits=toy_logits, num_tokens=1, every=2, show=False)
     batches = [toy_batch(seed) for seed in range(5)]
@@ -248,7 +246,6 @@ def test_greedy_continuations_are_those_of_transformers(pair: tuple[Any, models.
         assert sample["text"] == " ".join(map(str, ids[0, len(prompt) :].tolist()))
 
 
-@pytest.mark.exhaustive
 def test_a_question_is_put_by_the_chat_template():
     class Chat(Letters):
         def apply_chat_template(self, messages: Any, **options: Any) -> dict[str, list[int]]:

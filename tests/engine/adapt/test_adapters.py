@@ -341,7 +341,6 @@ def trained(adapted: AdaptedModel, loss_fn: Any) -> Any:
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-@pytest.mark.exhaustive
 def test_nnx_loss_gradients_and_changed_variables_match_nnx_value_and_grad():
     adapted, leaves, variables = prepared(build_net, mean_square)
     (value, (_, new)), grads = trained(adapted, mean_square)(leaves, variables)

@@ -159,7 +159,7 @@ def test_effects_fire_as_in_plain_jax(seed):
     assert len(fired(lambda: trainer.step(batch))) == len(expected)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("True-None")
 @pytest.mark.parametrize(("ordered", "budget"), [(False, "least"), (True, None)])
 def test_what_remat_computes_again_fires_once(budget, ordered):
     places = [*REMATS, *REMATS]
@@ -178,7 +178,6 @@ def test_microbatches_fire_each_for_itself():
     check_same(fired(lambda: trainer.step(batch)), expected, False)
 
 
-@pytest.mark.exhaustive
 def test_effects_of_cotangents_fire_in_backward():
     loss_fn, batch = loss_of([of_cotangents] * (1 + DEPTH), False), batch_of(0)
     expected = fired(lambda: jax.jit(jax.value_and_grad(loss_fn))(init_params(), batch))
@@ -186,7 +185,6 @@ def test_effects_of_cotangents_fire_in_backward():
     check_same(fired(lambda: trainer_of(loss_fn).step(batch)), expected, False)
 
 
-@pytest.mark.exhaustive
 def test_prints_of_like_blocks_share_a_template_and_other_texts_do_not(capfd):
     def loss_with(texts):
         def loss_fn(params, batch):

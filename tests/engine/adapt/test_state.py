@@ -88,7 +88,7 @@ CASES = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("teacher-1")
 @pytest.mark.parametrize(
     ("name", "microbatches"),
     [("spectral", 2), ("dropout", 4), ("linen", 2), ("teacher", 1), ("teacher", 4)],
@@ -108,7 +108,6 @@ def test_state_of_parameters_changes_once_a_step(name, microbatches):
     check_close(variables_of(run.trainer.model), plain.variables, 2e-5, "variable")
 
 
-@pytest.mark.exhaustive
 def test_a_step_does_the_same_to_state_with_any_number_of_microbatches():
     states = []
     for microbatches in (1, 4):

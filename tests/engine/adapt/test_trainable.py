@@ -126,7 +126,7 @@ def test_every_budget_and_residuals_give_the_same_results(optimizer):
     check_close(train(keeping, batches, gradients=False).params, reference.params, 1e-6, "kept")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("clip_adamw")
 @pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
 def test_frozen_groups_travel_one_way_and_nothing_runs_before_the_first_trained(optimizer):
     case = CASES["nnx_tied"]
@@ -305,7 +305,6 @@ def plan_of(trainable):
     return mt.plan(build_adapted, adapted_loss, SGD, ADAPTED_BATCH, trainable=trainable)
 
 
-@pytest.mark.exhaustive
 def test_a_plan_counts_the_parameters_that_a_filter_freezes():
     model = Adapted()
     size = {

@@ -149,7 +149,7 @@ def test_plain_orbax_reads_the_parameters(tmp_path):
     assert [float.fromhex(line) for line in out.split()] == expected
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("1000000000-1-float32")
 @pytest.mark.parametrize(
     ("budget", "microbatches", "compute"), [("least", 2, jnp.bfloat16), (10**9, 1, jnp.float32)]
 )
@@ -225,7 +225,6 @@ def test_each_difference_is_named_and_nothing_is_touched(tmp_path):
     assert not tells(str(caught.value), "`optimizer`")
 
 
-@pytest.mark.exhaustive
 def test_differences_of_modules_are_named_too(tmp_path):
     case = CASES["nnx_tied"]
     make_trainer(case, OPTIMIZERS["clip_adamw"]).save(tmp_path / "0")
@@ -370,7 +369,6 @@ def test_fit_goes_on_with_the_batches_it_would_have_seen(optimizer, stateful, ev
         assert sources[-2].drawn <= 4  # nothing was skipped over
 
 
-@pytest.mark.exhaustive
 def test_checkpoint_options_are_checked(tmp_path, monkeypatch):
     case = CASES["nnx_tied"]
     choices: tuple[tuple[dict[str, Any], str], ...] = (
@@ -427,7 +425,7 @@ def test_what_cannot_be_written_harms_nothing(tmp_path, monkeypatch):
     trainer.save(tmp_path / "1")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("1")
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_a_checkpoint_is_written_from_the_store_without_copies(num_devices, tmp_path, monkeypatch):
     """Stacked parameters, too, and arrays that devices share; only tiny leaves would be joined."""

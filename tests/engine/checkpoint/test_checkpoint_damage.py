@@ -38,7 +38,6 @@ pytestmark = pytest.mark.usefixtures("started_once")
 
 
 # Orbax forgets about what else it was reading once one array can't be read.
-@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_changed_byte_is_noticed_or_harmless(trainer, saved):
     rng, expected = random.Random(0), small.state(trainer)

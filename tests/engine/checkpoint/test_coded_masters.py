@@ -159,7 +159,6 @@ def test_parameters_read_given_and_saved_are_those_that_train(tmp_path):
     check_same_bits(other.params, trainer.params)
 
 
-@pytest.mark.exhaustive
 def test_frozen_parameters_of_coded_masters_stay_as_they_are():
     with warns(mt.PlanWarning, "trained", "8 bits"):
         trainer = make(trainable="bias")
@@ -227,7 +226,6 @@ def test_frozen_parameters_are_rounded_with_a_warning_unless_their_form_is_given
         assert not plan.warnings
 
 
-@pytest.mark.exhaustive
 def test_an_update_that_is_skipped_rounds_nothing():
     rng = np.random.default_rng(0)
     params = [{"w": rng.normal(size=(32, 32)).astype(np.float32) / 6} for _ in range(3)]

@@ -18,7 +18,6 @@ from runs import check_same_bits
 pytestmark = pytest.mark.usefixtures("started_once")
 
 
-@pytest.mark.exhaustive
 def test_a_run_of_several_calls_resumes_with_the_batches_to_come(tmp_path):
     data, optimizer = iter(BATCHES), OPTIMIZERS["deferred"]
     result = run(optimizer, data, steps=3, checkpoint_dir=tmp_path)

@@ -76,7 +76,6 @@ def settings_in(text: str) -> set[str]:
     return set(re.findall(rf"(?<![\w.`])(?:{names})\b", text))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`seed`=7 changes nothing")
 def test_other_settings_of_a_finished_and_of_a_longer_run_are_named_in_one_line(tmp_path):
     before = fit(tmp_path, 2)

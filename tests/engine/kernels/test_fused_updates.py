@@ -218,7 +218,7 @@ def test_a_pass_is_the_update_between_decoding_and_encoding(
         assert_equal_but_for_rounding(numbers[compared], want[compared])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("clip_adamw")
 @pytest.mark.parametrize("name", ["adamw_schedule", "clip_adamw", "masked_tree"])
 def test_groups_of_a_model_are_updated_in_one_pass(name, monkeypatch):
     """The update of a user's optimizer, with masks, messages and uncoded leaves beside codes."""

@@ -61,7 +61,7 @@ def test_leaves_with_their_own_arrays_get_the_same_bits_in_every_budget(sums, ma
     check_close(first, [whole.params, whole.opt_state], 1e-5, "state")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("nearest")
 @pytest.mark.usefixtures("started_once")
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 def test_sums_in_bfloat16_take_half_and_are_the_same_in_every_budget(rounding):

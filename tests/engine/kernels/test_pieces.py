@@ -20,7 +20,7 @@ from optimizers import OPTIMIZERS
 DRAW = (jax.random.key(3), jnp.int32(7), jnp.uint32(2))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("adamw_schedule-1-256")
 @pytest.mark.parametrize(
     ("name", "num_shards", "piece"),
     [

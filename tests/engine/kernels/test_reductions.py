@@ -103,7 +103,6 @@ def test_pieces_give_what_whole_leaves_give(name, num_shards, monkeypatch):
     assert looped == (name in IN_PIECES)
 
 
-@pytest.mark.exhaustive
 def test_small_leaves_are_reduced_as_ever():
     for fragment, layout in parts_of(OPTIMIZERS["clip_adamw"], 1):
 

@@ -135,7 +135,6 @@ def test_a_plan_takes_the_integers_of_its_batch_too(monkeypatch, request):
             np.testing.assert_array_equal(x, expected)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("pretending_gpu")
 def test_integers_along_another_first_axis_are_taken_whole(monkeypatch):
     watch = Watch(monkeypatch)
@@ -151,7 +150,6 @@ def test_integers_along_another_first_axis_are_taken_whole(monkeypatch):
     assert taken and all((x.reshape(-1) == rows % 5).all() for x in taken)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("pretending_gpu")
 def test_of_a_batch_of_shapes_integers_are_made_up(monkeypatch):
     watch = Watch(monkeypatch)

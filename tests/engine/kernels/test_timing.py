@@ -408,7 +408,6 @@ def test_short_steps_and_stages_that_print_are_not_timed(is_long, monkeypatch, c
     assert "sum of" not in capsys.readouterr().out
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("pretending_gpu")
 def test_a_plan_measures_where_it_is_asked_to(monkeypatch):
     monkeypatch.setattr(timing, "measured_seconds", lambda call, agree: call.run(1) or agree(0.25))
@@ -439,7 +438,6 @@ def doubled(x):
 doubled.defvjp(lambda x: (doubled(x), None), lambda _, cotangent: (doubled(cotangent),))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("pretending_gpu")
 def test_a_plan_measures_stages_with_foreign_kernels(monkeypatch):
     monkeypatch.setattr(

@@ -178,7 +178,6 @@ def test_no_bit_depends_on_the_scale_while_nothing_overflows(monkeypatch, name):
     check_same_bits(trained, expected)
 
 
-@pytest.mark.exhaustive
 def test_streamed_steps_equal_resident_ones_and_an_evaluation_has_no_scale():
     streamed, resident = (
         make_trainer(OPTIMIZERS["clipped"], device_budget=budget) for budget in ("least", None)

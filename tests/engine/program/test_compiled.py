@@ -84,7 +84,7 @@ def signature(args):
     return jax.tree.structure(args), [(x.shape, x.dtype) for x in jax.tree.leaves(args)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("adamw_schedule-1000000000")
 @pytest.mark.parametrize(
     ("optimizer", "budget"), [("adamw_schedule", 10**9), ("clip_adamw", "least"), ("muon", "least")]
 )
@@ -166,7 +166,7 @@ def test_a_budget_in_words_has_to_be_known(budget):
         make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget=budget)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("least")
 @pytest.mark.parametrize("name", ["minimum", "least"])
 def test_the_minimum_budget_by_its_name(name):
     trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget=name)

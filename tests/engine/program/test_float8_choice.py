@@ -211,7 +211,6 @@ def test_factors_of_adapters_stay_as_they_are(products):
     assert found(spec_with(case, products)) == {*LAYERS, *FACTORS}
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("traced_once")
 def test_factors_beside_a_trained_matrix_or_frozen_ones_are_in_float8():
     case = with_factors(beside_factors)

@@ -230,7 +230,6 @@ def test_a_plan_counts_float8_products_and_their_rate():
     assert ours.seconds_compute == pytest.approx(more)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("traced_once")
 def test_a_plan_without_float8_products_warns_if_some_are_asked_for():
     case, machine = layers(), mt.card("H100")
@@ -242,7 +241,6 @@ def test_a_plan_without_float8_products_warns_if_some_are_asked_for():
     assert tells(warning, "no product")
 
 
-@pytest.mark.exhaustive
 def test_codes_take_time_in_memory():
     spec = spec_with(layers(), "float8")
     work = forward_work([bound.stage for bound in spec.first.stages])[1]
@@ -281,7 +279,6 @@ def penalised(params: Any, batch: Any) -> jax.Array:
     return jnp.mean(value**2 + tangent**2) + jnp.mean(slope**2)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("started_once_in_test")
 def test_losses_of_derivatives_train_in_float8():
     rng = np.random.default_rng(0)
@@ -305,7 +302,6 @@ def test_losses_of_derivatives_train_in_float8():
     check_close(run.first_grads, gradients, 1e-5, "gradient")
 
 
-@pytest.mark.exhaustive
 def test_gradients_are_as_near_as_three_bits_of_mantissa_allow():
     """An operand is off by up to 1/16, 3% on average; a gradient has passed a dozen products."""
     case = CASES["equinox"]

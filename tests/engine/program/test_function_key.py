@@ -120,7 +120,6 @@ def test_functions_that_differ_are_two_templates(name):
     assert keys[0] is keys[2] and keys[1] is keys[3] and keys[0] is not keys[1]
 
 
-@pytest.mark.exhaustive
 def test_kernels_compute_the_loss():
     assert_computes_the_loss(*cut_forward(decoder(DIFFERENT["grid"])))
 

@@ -323,7 +323,6 @@ def build_clip():
     ])  # fmt: skip
 
 
-@pytest.mark.exhaustive
 def test_two_towers_in_a_list_are_cut_into_their_layers():
     def loss_fn(model, batch):
         image, text = model[0](batch["image"].astype(jnp.bfloat16)), model[1](batch["tokens"])
@@ -428,7 +427,7 @@ def unet_forward(p, batch):
     return nested.conv(p["conv_out"], x)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("1")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_unet_is_cut_into_resnets_and_transformers(depth):
     shapes = unet([320, 640, 1280], depth)

@@ -500,7 +500,7 @@ def test_parameters_lie_as_the_user_stacked_them(tmp_path):
     assert trainer.evaluate([BATCH])["loss"] == loss
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("reversed")
 @pytest.mark.parametrize("name", ["last_axis", "by_hand", "reversed"])
 def test_layers_that_an_optimizer_takes_together_stay_in_one_array(name):
     stored, body = FORMS[name]

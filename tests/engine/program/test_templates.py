@@ -283,7 +283,6 @@ def with_rules(rules: list[Callable[..., jax.Array]]) -> Forward:
     return forward
 
 
-@pytest.mark.exhaustive
 def test_stages_with_rules_compute_the_loss():
     assert_computes_the_loss(*cut_forward(with_rules([rule_of(1.0)] * 4)))
 

@@ -45,7 +45,7 @@ def arguments(jaxpr, seed=0):
     return [argument(aval) for aval in jaxpr.in_avals]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("batchnorm_nnx-counts1")
 @pytest.mark.parametrize(
     ("name", "counts"),
     [
@@ -62,7 +62,6 @@ def test_stages_of_the_zoo_in_tiles_give_what_they_give_whole(name, counts):
     assert seen > 0
 
 
-@pytest.mark.exhaustive
 def test_all_tiles_of_a_float8_product_have_one_scale():
     precision = mt.Precision(compute=jnp.float32, products={"*": "float8"})
     for name, jaxpr in stage_kernels(CASES["equinox"], precision=precision):

@@ -138,7 +138,7 @@ def test_parts_of_operands_give_as_large_a_part_of_the_results():
     assert len(seen) > 30
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("0")
 @pytest.mark.parametrize(
     "seed", [pytest.param(s, marks=pytest.mark.long) if s > 1 else s for s in range(24)]
 )

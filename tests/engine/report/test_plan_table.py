@@ -1,5 +1,6 @@
 """What plans print: tables of text and HTML, units, and warnings."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -131,6 +132,22 @@ def test_the_arrival_of_a_batch_has_a_row_where_it_is_long(share, line):
     assert has_row(str(changed), [costs.batch]) == line or not share
     untimed = replace(changed, seconds_per_step=None, hardware=None)
     assert not share or not has_row(str(untimed), [costs.batch])
+
+
+@pytest.mark.parametrize("together", [10e9, math.inf])
+def test_a_disk_has_rows_of_its_bytes_seconds_and_wear(together):
+    big = big_plan()
+    assert big.hardware is not None
+    rates = {"disk_read_bytes_per_s": 8e9, "disk_write_bytes_per_s": 4e9}
+    machine = replace(big.hardware, disk_bytes_per_s=together, **rates)
+    moved = {"disk_read_bytes": 32 * GIB, "disk_written_bytes": 16 * GIB}
+    text = str(big_plan(hardware=machine, disk_bytes=64 * GIB, **moved))
+    assert has_row(text, [64 * GIB]) and has_row(text, [32 * GIB, 32 * GIB / 8e9])
+    # Its terabytes in a thousand steps, and those that a drive endures.
+    assert has_row(text, [16 * GIB, 16 * GIB / 4e9, 17.2, 1000, 2, 1200])
+    printed = [47e9, 8, 4] + [together / 1e9] * (together < math.inf)
+    assert has_row(text, [*printed, 730e12])
+    assert "disk" not in str(big)
 
 
 def test_a_trainer_without_a_gpu_says_what_it_planned(capfd):

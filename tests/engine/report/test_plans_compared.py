@@ -80,7 +80,7 @@ def test_every_combination_is_a_row_with_the_figures_of_its_plan():
         assert shown[4] == "yes" and shown[6] == BOUNDS["dispatch"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("trainable")
 @pytest.mark.parametrize(
     "over",
     [
@@ -103,7 +103,6 @@ def test_plans_that_share_a_trace_are_those_made_alone(over):
         assert row.plan == mt.plan(build, loss_fn, **parts, hardware="RTX 4090", **own)
 
 
-@pytest.mark.exhaustive
 def test_what_does_not_fit_is_said_in_a_comparison():
     tiny = [
         mt.Hardware(

@@ -91,7 +91,6 @@ def test_without_turns_only_slabs_are_copied(monkeypatch):
     assert dispatched == [2, 2]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("started_once_in_test")
 def test_steps_whose_copies_take_turns_give_the_same_bits(monkeypatch):
     """What a GPU does, on a CPU: streams are the same to it, but what arrives where is not."""

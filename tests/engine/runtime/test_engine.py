@@ -79,7 +79,7 @@ def ledger_cases():
             )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("smallest-1-float32-adamw_schedule")
 @pytest.mark.parametrize(("which", "microbatches", "compute", "optimizer"), list(ledger_cases()))
 def test_what_is_on_the_device_never_exceeds_the_ledger(
     which, microbatches, compute, optimizer, monkeypatch
@@ -176,7 +176,7 @@ def test_gradients_in_float64_of_masters_in_float64_are_not_rounded(masters, lea
         assert least <= error < (1e-14 if masters == "float64" else 1e-5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("adamw_schedule-1000000000")
 @pytest.mark.parametrize(("optimizer", "budget"), AT_ONCE_AND_DEFERRED)
 def test_at_rest_all_state_is_pinned(optimizer, budget):
     trainer = make_trainer(CASES["dropout_nnx"], OPTIMIZERS[optimizer], budget=budget)
@@ -192,7 +192,6 @@ def test_at_rest_all_state_is_pinned(optimizer, budget):
     assert {key.kind for key in store.host} == LASTING
 
 
-@pytest.mark.exhaustive
 def test_a_resident_step_moves_nothing(monkeypatch):
     trainer = make_trainer(CASE, OPTIMIZERS["clip_adamw"], budget=10**9)
     trainer.step(CASE.batch(0))
@@ -267,7 +266,6 @@ def test_a_short_key_has_one_function_in_all_kinds_of_steps(monkeypatch):
     assert {*engine._found} == others
 
 
-@pytest.mark.exhaustive
 def test_equal_blocks_share_their_functions():
     trainer = make_trainer(with_loss_of_its_own(), OPTIMIZERS["adamw_schedule"])
     trainer.step(CASE.batch(0))
@@ -303,7 +301,6 @@ def test_one_value_at_two_inputs_of_a_block_gets_both_gradients():
         np.testing.assert_allclose(new, right, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.exhaustive
 def test_alternating_shapes_train_like_one_shape_at_a_time():
     """A new shape flushes nothing it must not and loses no pending update."""
     batches = [CASE.batch(0), {"tokens": CASE.batch(1)["tokens"][:4]}, CASE.batch(2)]
@@ -336,7 +333,6 @@ def test_a_shape_with_another_schedule_starts_from_rest(optimizer):
     check_same_bits(run.opt_state, apart.opt_state)
 
 
-@pytest.mark.exhaustive
 def test_host_views_are_snapshots():
     trainer = make_trainer(CASE, OPTIMIZERS["adamw_schedule"])
     before = trainer.params

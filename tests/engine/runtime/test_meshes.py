@@ -75,7 +75,7 @@ def init_params():
     return {"blocks": blocks, "stack": np.stack(blocks[:2]), "head": blocks[0][0]}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("4")
 @pytest.mark.parametrize("seed", range(5))
 def test_contexts_within_an_explicit_mesh_are_kept(seed):
     rng = np.random.default_rng(seed)
@@ -209,7 +209,7 @@ def test_a_run_is_outside_any_mesh_around_it_unless_both_have_one_device(own, ar
         assert jax.sharding.get_abstract_mesh().size == around
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("kinds1-1")
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Explicit), (AxisType.Auto,) * 2])
 def test_a_trainer_steps_within_any_mesh_as_outside(num_devices, kinds, tmp_path):

@@ -200,7 +200,6 @@ def contrastive(params, batch):
     return losses.mean(), {"hardest": losses.max()}
 
 
-@pytest.mark.exhaustive
 def test_a_loss_that_couples_examples_stays_the_whole_batch_s():
     rng = np.random.default_rng(0)
     params = {"towers": {k: rng.normal(size=(6, 5)).astype(np.float32) for k in ("x", "y")}}
@@ -229,7 +228,6 @@ def test_all_gpus_that_jax_sees_are_the_default(monkeypatch, platform, expected)
     assert [device.id for device in default_mesh().devices.flat] == list(range(expected))
 
 
-@pytest.mark.exhaustive
 def test_each_device_holds_an_equal_share_and_nothing_twice():
     trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], mesh=mesh_of(4))
     trainer.step(CASES["nnx_tied"].batch(0))
@@ -244,7 +242,6 @@ def test_each_device_holds_an_equal_share_and_nothing_twice():
     assert sum(held.values()) == trainer.plan.host_bytes
 
 
-@pytest.mark.exhaustive
 def test_a_kernel_gathers_once_and_sums_once():
     trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["clip_adamw"], mesh=mesh_of(4))
     spec, store, cache = spec_of(trainer), store_of(trainer), KernelCache()

@@ -18,7 +18,7 @@ from schedule_machine import run_everything
 from workloads import COPIES, all_resident_bytes, chain, costs, host, random_workload
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("False")
 @pytest.mark.parametrize("deferred", [False, True])
 def test_residuals_are_kept_where_they_save_time_and_fit(deferred):
     num, size = 9, 10
@@ -192,7 +192,6 @@ def test_what_saves_the_most_for_its_bytes_is_kept_first():
     assert found == {frozenset(), frozenset({1}), frozenset({0, 1}), frozenset({0, 1, 2})}
 
 
-@pytest.mark.exhaustive
 def test_the_costliest_residuals_are_kept_where_all_have_no_room():
     num = 5
     all_of = {"residuals": (*((30,) * (num - 1)), 0)}

@@ -61,7 +61,7 @@ def test_sums_of_gradients_are_read_and_written_by_each_microbatch(microbatches)
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("2")
 @pytest.mark.parametrize("waves", [1, 2, 4])
 def test_sums_in_bfloat16_are_rounded_once_per_wave(waves):
     def computing(sums: str) -> float:

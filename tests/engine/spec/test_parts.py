@@ -103,7 +103,6 @@ def test_training_in_parts_agrees_with_plain_jax(name, optimizer, options):
     np.testing.assert_allclose(run.losses, plain.losses, rtol=2e-6)
 
 
-@pytest.mark.exhaustive
 def test_blocks_are_whole_where_they_fit_and_in_the_fewest_parts_where_not():
     case, make = CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"]
 
@@ -262,7 +261,6 @@ def test_no_more_parts_are_tried_where_the_most_have_too_large_a_function(rows, 
     assert tried == expected
 
 
-@pytest.mark.exhaustive
 def test_a_plan_that_fits_in_no_number_of_parts_does_not_say_that_it_was_cut_to_fit():
     case, make = CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"]
     plan = make_plan(make_spec(case, make, device_budget=least_of(make_spec(case, make)) - 1))

@@ -276,7 +276,6 @@ def test_a_process_s_host_has_its_devices_shares(spec, together):
     assert (1 in taken[2:]) == (together == 2), "another process on this host"
 
 
-@pytest.mark.exhaustive
 def test_seconds_of_several_devices():
     plan = plan_of(FOUR, hardware=replace(MACHINE, host_bytes_per_s=20.0))
     # The links could carry 10 bytes a second each, but of the host's memory each has 5.
@@ -366,7 +365,6 @@ def test_stages_take_the_time_of_their_collectives(spec, peers):
     assert find_costs(*what, step.collectives, 2, 1, machine).link.shared == 0
 
 
-@pytest.mark.exhaustive
 def test_the_table_says_what_devices_share():
     four = plan_of(FOUR, device_budget="least")
     text, one = str(four), str(plan_of(None))

@@ -75,7 +75,7 @@ def random_like(avals):
     ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("unet")
 @pytest.mark.parametrize("name", ["nnx_tied", "unet", "moe", "linen_scan_remat"])
 def test_any_kind_of_result_alone_gives_the_same_gradients(name, monkeypatch):
     tried = 0

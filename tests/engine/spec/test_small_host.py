@@ -350,7 +350,6 @@ def test_a_host_is_too_small_where_blocks_computed_again_need_more_of_the_device
     assert [plan.fits_host for plan in plans] == [False, False, True]
 
 
-@pytest.mark.exhaustive
 def test_a_plan_has_as_many_residuals_wait_as_the_host_has_room_for():
     batch = {"x": jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)}
 
@@ -425,7 +424,7 @@ def test_steps_of_other_shapes_keep_to_the_host(monkeypatch):
     check_same_bits(narrow.params, whole.params)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("False")
 @pytest.mark.parametrize("given", [True, False])
 def test_a_batch_that_the_budget_has_no_room_for_is_refused_by_its_shape(given, monkeypatch):
     short, long = ({"x": np.ones((n, WIDTH), np.float32)} for n in (2**12, 2**18))
@@ -445,7 +444,6 @@ def test_a_batch_that_the_budget_has_no_room_for_is_refused_by_its_shape(given, 
     trainer.read(trainer.step(short))
 
 
-@pytest.mark.exhaustive
 def test_a_named_card_is_in_this_host(monkeypatch):
     machine = dataclasses.replace(mt.card("H200"), device_bytes=GIB, host_bytes=9 * GIB)
     monkeypatch.setattr(start, "card_here", lambda: machine)
@@ -533,7 +531,6 @@ def spec_of_wide_layers():
     return make_run_spec(adapted, wide_layers, optax.adam(1e-3), batch, options)
 
 
-@pytest.mark.exhaustive
 def test_smaller_tiles_are_taken_where_only_theirs_leave_a_step_that_the_host_holds(
     monkeypatch,
 ):

@@ -210,7 +210,6 @@ def test_stages_get_the_tiles_that_the_device_has_room_for(monkeypatch):
     assert any(map(engine_of(trainer).kernels.has_large_temporaries, known))
 
 
-@pytest.mark.exhaustive
 def test_a_device_that_has_no_room_for_blocks_in_parts_either_is_refused(monkeypatch):
     whole = wide_trainer()
     state = whole.plan.device_state_bytes + whole.plan.device_other_bytes
@@ -243,14 +242,12 @@ def test_tiles_do_not_jump_if_an_estimate_is_slightly_different(monkeypatch):
     assert [chosen(room) for room in (26, 30, 40, 90)] == [64, 32, 16, 4]
 
 
-@pytest.mark.exhaustive
 def test_where_all_fits_nothing_is_in_tiles(monkeypatch):
     on_a_device_of(monkeypatch, 2**30)
     trainer = wide_trainer()
     assert not any(tiles_of(trainer)) and not trainer.plan.tiles
 
 
-@pytest.mark.exhaustive
 def test_a_plan_says_what_is_in_tiles():
     def plan(gib):
         machine = dataclasses.replace(mt.card("H200"), device_bytes=int(gib * 2**30))
@@ -265,7 +262,6 @@ def test_a_plan_says_what_is_in_tiles():
     assert quantities(lines[0]) == [row.num_tiles, row.num_rows]
 
 
-@pytest.mark.exhaustive
 def test_what_a_callback_is_shown_is_never_in_tiles():
     seen = []
 

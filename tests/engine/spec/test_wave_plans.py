@@ -82,7 +82,6 @@ def planned(rows: int = 8192, loss: Any = mlp_loss, **options: Any) -> Any:
     return mt.plan(build_mlp, loss, CLIPPED, BATCHES[rows], **given)
 
 
-@pytest.mark.exhaustive
 def test_the_plan_chooses_waves_that_save_time():
     chosen, one = planned(microbatches=16), planned(microbatches=16, waves=1)
     assert chosen.waves > one.waves == 1
@@ -236,7 +235,6 @@ def test_a_lower_bound_saves_searches_and_changes_no_plan(monkeypatch):
     assert fewer < len(asked) - fewer
 
 
-@pytest.mark.exhaustive
 def test_one_wave_stays_one_where_more_change_bits_or_save_nothing():
     assert planned(microbatches=16, loss=tied_loss).waves == 1
     assert planned(microbatches=16, loss=tied_loss, waves=4).waves == 4
@@ -245,7 +243,6 @@ def test_one_wave_stays_one_where_more_change_bits_or_save_nothing():
         assert planned(**options) == planned(**options, waves=1)
 
 
-@pytest.mark.exhaustive
 def test_the_plan_chooses_microbatches_whose_functions_leave_room():
     whole, auto = planned(microbatches=1), planned(microbatches="auto")
     assert auto.microbatches > 1 and 8192 % auto.microbatches == 0
@@ -358,7 +355,6 @@ def test_microbatches_become_larger_or_smaller_while_that_lacks_no_memory_and_sa
         assert len(search.asked) == len({*search.asked})
 
 
-@pytest.mark.exhaustive
 def test_waves_are_taken_where_one_has_no_room_in_the_budget():
     smallest = planned(microbatches=16, waves=16, device_budget="least").device_state_bytes
     budget = smallest * 11 // 10

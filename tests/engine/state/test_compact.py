@@ -199,7 +199,6 @@ def test_codes_are_for_matrices_by_default():
     assert 2 * matrices <= numbers < 1.02 * 2 * matrices
 
 
-@pytest.mark.exhaustive
 def test_an_update_takes_time_for_each_number_in_codes():
     spec, _ = codes(mt.Precision.compact())
     (seconds, numbers), workload = coding_time(spec), spec.first.workload

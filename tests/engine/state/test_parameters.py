@@ -143,7 +143,7 @@ def save_with_manager(path, tree):
     (path.parent / "steps" / "7").rename(path)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("save_v0")
 @pytest.mark.parametrize("save", [v1.save, save_v0, save_with_manager])
 def test_checkpoints_of_plain_orbax_are_read(save, tmp_path):
     case = CASES["dropout_nnx"]

@@ -140,7 +140,7 @@ SCHEDULED = [
 
 
 # One test of both, since they share what is traced and compiled.
-@pytest.mark.exhaustive
+@pytest.mark.by_default("unused-adamw_schedule-1-True-False")
 @pytest.mark.usefixtures("started_once_in_test")
 @pytest.mark.parametrize(("name", "optimizer", "microbatches", "budgets", "residuals"), SCHEDULED)
 def test_budgets_change_no_bit_and_residuals_no_more_than_rounding(

@@ -147,7 +147,6 @@ def test_an_evaluation_is_bound_before_the_first_step_if_it_may_not_fit(
     assert order == expected
 
 
-@pytest.mark.exhaustive
 def test_evaluation_data_that_exceed_the_budget_are_told_before_the_first_step():
     case, adam = CASES["nnx_tied"], OPTIMIZERS["adam"]
     least = make_spec(case, adam).first.schedule.smallest_bytes

@@ -59,7 +59,7 @@ def everything(trainer):
     return [trainer.params, trainer.opt_state, trainer.variables]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("schedule")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_skipped_steps_leave_everything_as_it_was(optimizer):
     plain, skipping = make(OPTIMIZERS[optimizer]), make(OPTIMIZERS[optimizer])
@@ -76,7 +76,6 @@ def test_skipped_steps_leave_everything_as_it_was(optimizer):
     assert skipping.num_skipped == 5  # a step counts once
 
 
-@pytest.mark.exhaustive
 def test_a_skipping_run_without_bad_steps_is_an_ordinary_one():
     plain, skipping = make(OPTIMIZERS["adamw"], "raise"), make(OPTIMIZERS["adamw"])
     for b in GOOD:

@@ -77,7 +77,7 @@ def expected(kind: str) -> Any:
     return train_plain(case, OPTIMIZERS["adam"], [X]).params
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("a pytree-fit fit plan plan fit")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_and_runs_of_the_same_objects(kind, order):

@@ -127,7 +127,6 @@ def test_an_optimizer_that_tests_for_finite_numbers_is_left_to_it():
     assert int(trainer.opt_state.total_notfinite) == 1
 
 
-@pytest.mark.exhaustive
 def test_evaluation_uses_eval_mode_and_changes_nothing():
     case = CASES["batchnorm_nnx"]
     trainer = make_trainer(case, OPTIMIZERS["adamw_schedule"])
@@ -142,7 +141,6 @@ def test_evaluation_uses_eval_mode_and_changes_nothing():
     check_same_bits(trainer.variables, variables)
 
 
-@pytest.mark.exhaustive
 def test_the_model_writes_its_own_copies_of_variables():
     """A dropout counts its keys, and a batch norm its statistics, whenever the model is called."""
 
@@ -378,7 +376,6 @@ def test_a_trainer_can_not_be_copied_but_its_results_can():
     assert list(history) == list(result.history)
 
 
-@pytest.mark.exhaustive
 def test_a_model_without_blocks_is_named():
     def loss_fn(model, batch):
         return jnp.mean((batch @ model["up"] @ model["down"]) ** 2)

@@ -74,7 +74,7 @@ def test_every_value_is_drawn(seed):
     assert draw(str(seed)) != draw(str(seed + 1))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("lax_scan_pytree")
 @pytest.mark.usefixtures("started_without_residuals")
 @pytest.mark.parametrize("model", [case.name for case in CASES.values() if case.microbatches])
 def test_waves_give_the_results_of_one_wave(model, drawn):
@@ -208,7 +208,7 @@ def test_other_options_and_waves_give_the_bits_of_one_wave(name):
     check_same_bits(runs[0][2:], runs[1][2:])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("poison-True")
 @pytest.mark.usefixtures("started_once")
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("change", ["x", "poison"])
@@ -225,7 +225,7 @@ def test_a_wave_that_is_not_finite_leaves_everything_as_it_was(change, last):
     check_same_bits([skipping.params, skipping.opt_state], [expected.params, expected.opt_state])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("2")
 @pytest.mark.usefixtures("started_once")
 @pytest.mark.parametrize("waves", [2, 4])
 def test_an_interrupted_run_goes_on_with_any_number_of_waves(waves, tmp_path):

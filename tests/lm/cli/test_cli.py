@@ -397,7 +397,6 @@ def test_what_is_asked_wrongly_is_told_in_a_line(arguments, message, capsys):
     assert printed.err.count("\n") == 1
 
 
-@pytest.mark.exhaustive
 def test_a_printed_configuration_is_read_again(tiny, tmp_path, capsys):
     given = ["plan", str(tiny), "--gpu", "L40S", "--tokens", "512", "--length", "256"]
     assert main([*given, "--print-config"]) == 0

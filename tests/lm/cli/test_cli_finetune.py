@@ -155,7 +155,6 @@ def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_pa
     assert tells(told, "`out`", "`megatrain-jax finetune`", f"`model`={out}/model")
 
 
-@pytest.mark.exhaustive
 def test_microbatches_that_the_plan_chose_are_kept(given, tmp_path, monkeypatch, capsys):
     rates: dict[str, Any] = {"link_bytes_per_s": 1e9, "flops_per_s": 1e12}
     small = mt.Hardware(name="small", device_bytes=2**20, device_share=1.0, **rates)

@@ -590,7 +590,7 @@ def test_a_mixture_deals_out_the_rows_of_each_dataset_in_its_order():
         assert batch["learned_per_row"].sum() == pytest.approx(batch["mask"].sum())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("0")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_mixture_resumes_at_every_batch(workers: int):
     mixture = data.mix(three(epochs=2, too_long="cut", workers=workers), [1, 2, 3])

@@ -94,7 +94,7 @@ def test_on_the_device_ids_out_of_range_make_the_loss_nan():
             trainer.read(metrics)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("labels")
 @pytest.mark.parametrize("name", ["tokens", "labels"])
 def test_a_run_refuses_a_batch_of_another_vocabulary(name):
     trainer, spoiled = make_trainer(), make_batch(1)

@@ -156,7 +156,6 @@ def test_products_with_the_experts_as_an_axis_are_divided_in_any_model(monkeypat
     check_close(run.params, plain.params, 2e-5, "parameter")
 
 
-@pytest.mark.exhaustive
 def test_experts_that_one_operation_takes_stay_together(monkeypatch):
     only(monkeypatch, BlockSplit(1), BlockSplit(8), BlockSplit(3, 2))
     with pytest.raises(BudgetError) as refused:

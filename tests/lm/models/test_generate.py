@@ -447,7 +447,6 @@ def test_a_plan_counts_the_bytes_that_are_read():
     assert models.Generator(run).plan(32, 10, smaller) != plan
 
 
-@pytest.mark.exhaustive
 def test_programs_are_compiled_for_sizes_not_for_tokens(model: models.Decoder):
     def programs_of(model: models.Decoder) -> list[int]:
         form, sampling_kind = (
@@ -468,7 +467,6 @@ def test_programs_are_compiled_for_sizes_not_for_tokens(model: models.Decoder):
     assert before[1] <= 8
 
 
-@pytest.mark.exhaustive
 def test_temperatures_below_the_least_number_of_fp32_are_greedy(model: models.Decoder):
     greedy = models.generate(model, PROMPTS, max_tokens=4)
     for temperature in (1e-46, 1e-38):

@@ -136,7 +136,6 @@ def test_gradients_of_scaled_products_are_those_of_each_row(width, kernels):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.exhaustive
 def test_experts_in_bf16_sum_in_fp32(kernels):
     weights, expert = weights_of("gate, up and down", 4, 160, 130)
     weights = jax.tree.map(lambda w: 0.1 * w, weights)

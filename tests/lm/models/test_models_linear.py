@@ -115,7 +115,6 @@ def sizes_of(jaxpr) -> list[int]:
     return found
 
 
-@pytest.mark.exhaustive
 def test_memory_grows_with_the_length_and_not_with_its_square():
     def largest(length: int) -> int:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(1, length)]

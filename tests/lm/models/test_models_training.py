@@ -47,7 +47,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("packed_loss-fused")
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("loss_fn", [plain_loss, packed_loss])
 def test_equal_layers_share_a_template(name, loss_fn):
@@ -122,7 +122,6 @@ def test_microbatches_weigh_as_much_as_they_have_labels_that_count(microbatches)
     check_close(of_parts, params, 1e-6, "parameter")
 
 
-@pytest.mark.exhaustive
 def test_a_large_model_is_planned_without_making_it():
     config = dataclasses.replace(SMALL, hidden_size=8192, intermediate_size=65536, num_layers=8)
     plan = mt.plan(lambda: Decoder(config, rngs=nnx.Rngs(0)), plain_loss, optax.sgd(1e-3), batch())

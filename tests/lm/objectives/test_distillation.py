@@ -86,7 +86,7 @@ def test_mistakes_are_named():
         losses.distillation(hidden, head, labels, ids, logs, alpha=1.5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default("300.0-False")
 @pytest.mark.parametrize("tail", [True, False])
 @pytest.mark.parametrize("scale", [3.0, 300.0])
 def test_certain_and_impossible_tokens_have_the_gradients_of_float64(tail, scale):

@@ -207,7 +207,6 @@ def test_arguments_that_do_not_fit_are_named():
         losses.next_token(hidden, head, labels.astype(jnp.float32))
 
 
-@pytest.mark.exhaustive
 def test_a_loss_in_chunks_is_computed_where_its_tokens_are():
     rng = np.random.default_rng(0)
     params = {"embedding": rng.normal(size=(24, 6)), "head": rng.normal(size=(24, 6))}
