@@ -1,5 +1,7 @@
 """Every model of the zoo is cut where its blocks are, and into as few templates as it has kinds."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,12 @@ from jax import lax
 
 from cut_cases import cut_case, trace_case
 from cuts import TOKENS, cut, run_stages
+from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.blocks import power
 from megatrain_jax._src.engine.program.layers.sliced_values import selector
 from megatrain_jax._src.engine.program.loss.trace import cut_loss, leaves_of
+from megatrain_jax._src.engine.program.primitives import REMAT
 from megatrain_jax._src.engine.program.structural_key import structural_key
 from messages import refuses
 from zoo import CASES, Case
@@ -29,6 +33,16 @@ def test_blocks_become_stages_that_share_templates(name):
     assert bool(program.warnings) == case.warns
     assert names[0] == "embedding" and names[-1] == "head"
     assert not program.stages[0].is_block and not program.stages[-1].is_block
+
+
+def test_a_remat_is_opened_only_for_borders_within_it():
+    adapted, _, traced, _ = trace_case(CASES["linen_scan_remat"])
+    whole = leaves_of(traced, adapted.paths, adapted.shapes, [True] * len(adapted.paths))
+    parts = [replace(leaf, block=leaf.block and (*leaf.block, *leaf.modules)) for leaf in whole]
+    with remembering():
+        programs = [cut_loss(traced, leaves) for leaves in (whole, parts, whole, parts)]
+    names = [{e.primitive.name for s in p.stages for e in s.jaxpr.eqns} for p in programs]
+    assert [not REMAT.isdisjoint(found) for found in names] == [True, False, True, False]
 
 
 # Every third by default, since test_equivalence trains all of them.

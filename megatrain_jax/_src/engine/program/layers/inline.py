@@ -39,7 +39,7 @@ Example, with two calls of `f(x) = sin(2 * x)`::
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -276,9 +276,13 @@ class Inliner:
     Attributes:
         primal: Whether the function is never differentiated, like an optimizer's update. Then
             conditionals become selections, and custom derivative rules are opened too.
+        modules: Module of each leaf; the blocks of a value are numbers of leaves.
+        opened: Whether it opened the `remat` that reads these leaves.
     """
 
     primal: bool = False
+    modules: Sequence[Hashable] = ()
+    opened: dict[frozenset[int], bool] = dataclasses.field(default_factory=dict)
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value | SlicedValue]) -> list:
         """Evaluates an open jaxpr on constants and values, under the caller's trace."""
@@ -294,10 +298,7 @@ class Inliner:
         """The results of an equation: opened, unrolled, slice by slice, or on whole arrays."""
         name = eqn.primitive.name
         pieces = [v for v in ins if isinstance(v, SlicedValue)]
-        # A remat over several blocks would be one equation that reads all of them, so it is opened.
-        # A remat within a block stays as the user wrote it.
-        blocks = NOTHING.union(*(v.blocks for v in ins if v.blocks is not None))
-        if name not in REMAT or pieces or len(blocks) > 1:
+        if name not in REMAT or pieces or self._opens(ins):
             rules = CUSTOM_RULES if self.primal else frozenset()
             if inner := jx.called(eqn, CALLS | REMAT | rules):
                 return self._call(inner, ins)
@@ -314,6 +315,18 @@ class Inliner:
         out = loop_by_slice(eqn, ins, self._call) if is_loop else slicewise(eqn, ins)
         # An equation that mixes slices gets the whole array, so it reads all their blocks.
         return self._plain(eqn, [stack(v) for v in ins]) if out is None else out
+
+    def opens_same(self, modules: Sequence[Hashable]) -> bool:
+        """Whether the results were the same if leaves had these modules."""
+        return all(opens == _are_several(of, modules) for of, opens in self.opened.items())
+
+    def _opens(self, ins: Sequence[Value]) -> bool:
+        """Whether to open a remat: over several modules, it would be one equation that reads all.
+
+        A remat within a module stays as the user wrote it.
+        """
+        leaves = NOTHING.union(*(v.blocks for v in ins if v.blocks is not None))
+        return self.opened.setdefault(leaves, _are_several(leaves, self.modules))
 
     def _plain(self, eqn, ins):
         """Binds an equation to values that are not stacked."""
@@ -368,6 +381,10 @@ class Inliner:
 
         carry, columns = jx.unrolled(eqn, ins, trip, first)
         return [*carry, *map(rows, columns)]
+
+
+def _are_several(leaves: Iterable[int], modules: Sequence[Hashable]) -> bool:
+    return len({modules[leaf] for leaf in leaves}) > 1
 
 
 def _is_over_layers(eqn, ins) -> bool:

@@ -30,7 +30,6 @@ from megatrain_jax._src.engine.program.layers.stacks import Stack, Stacks, find_
 from megatrain_jax._src.engine.program.loss.builder import cut
 from megatrain_jax._src.engine.program.loss.stage_warnings import uncut_stack_warnings
 from megatrain_jax._src.engine.program.loss.stages import Program
-from megatrain_jax._src.engine.program.primitives import REMAT
 from megatrain_jax._src.engine.program.trace_target import traced_for
 
 
@@ -60,12 +59,6 @@ class TracedLoss:
     def stacks(self) -> Stacks:
         """Stacked parameters, and the reasons why similar ones stay whole."""
         return find_stacks(self.traced, self.num_parameters)
-
-    @functools.cached_property
-    def has_remat(self) -> bool:
-        """Whether the loss has a `remat`, which is opened if it spans several modules."""
-        equations = jx.equations(self.traced.jaxpr)
-        return any(eqn.primitive.name in REMAT for eqn in equations)
 
 
 def trace_loss(
@@ -215,25 +208,26 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False
     dtypes = [invars[leaf.parameter].aval.dtype for leaf in leaves]
     avals = [jax.ShapeDtypeStruct(x.shape, t) for x, t in zip(leaves, dtypes, strict=True)]
     data = [jx.shape_of(v.aval) for v in invars[traced.num_parameters :]]
-    keys = list(range(len(leaves))) if opened else _module_keys(leaves)
+    modules = list(range(len(leaves))) if opened else _module_keys(leaves)
+    inliner = Inliner(modules=modules)
 
     # Traced again, with one input per leaf, so that slices of stacks are separate variables.
     def flat(leaf_arrays, data_arrays):
-        values = [Value(a, frozenset((k,))) for a, k in zip(leaf_arrays, keys, strict=True)]
+        values = [Value(a, frozenset((k,))) for k, a in enumerate(leaf_arrays)]
         places = [(leaf.parameter, leaf.index) for leaf in leaves]
         parameters = assemble(places, values, traced.num_parameters)
         inputs = [*parameters, *(Value(a, None) for a in data_arrays)]
         # Outputs must be whole, so stacked results are put together.
-        return [stack(v).array for v in Inliner().run(source.jaxpr, source.consts, inputs)]
+        return [stack(v).array for v in inliner.run(source.jaxpr, source.consts, inputs)]
 
     # Blocks in any number of parts share this trace, unless a `remat` is opened for their borders.
     places = tuple((leaf.parameter, leaf.index) for leaf in leaves)
-    modules = tuple(keys) if traced.has_remat else None
-    flat_loss = remembered(
-        "flat loss",
-        lambda: (IdentityKey(traced), places, modules),
-        lambda: jx.trace(flat, avals, data),
-    )
+    known: list[tuple[jx.Traced, Inliner]]
+    known = remembered("flat losses", lambda: (IdentityKey(traced), places), list)
+    flat_loss = next((made for made, used in known if used.opens_same(modules)), None)
+    if flat_loss is None:
+        flat_loss = jx.trace(flat, avals, data)
+        known.append((flat_loss, inliner))
     what = flat_loss, leaves, traced.num_variables
     is_loss = traced.rows is None
     program = cut(*what, is_loss=is_loss, name=traced.name, alike=not opened)
