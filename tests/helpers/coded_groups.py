@@ -35,6 +35,12 @@ def coded_group(optimizer, num_shards, *, least_axes=2, master: Plain = MASTER):
     return spec.optimizer.apply[group], layout, len(spec.optimizer.messages[group])
 
 
+def in_segments(layout, slab):
+    """A slab's segments, one array each, as in a gradient."""
+    rows = slab.reshape(layout.num_shards, -1)
+    return tuple(rows[:, s.start : s.stop].reshape(-1) for s in layout.segments)
+
+
 def random_arguments(layout, part, num_messages):
     rng = np.random.default_rng(0)
     whole = [jnp.asarray(rng.gamma(0.5, size=slab.size), slab.dtype) for slab in layout.slabs]
@@ -42,7 +48,7 @@ def random_arguments(layout, part, num_messages):
     avals = [v.aval for v in part.jaxpr.invars[len(part.jaxpr.invars) - num_messages :]]
     messages = [jnp.asarray(rng.integers(1, 3, a.shape), a.dtype) for a in avals]
     at_rest = layout.master.encode(whole[0]), layout.state.encode(whole[1:])
-    return (*at_rest, layout.master.in_segments(gradient), messages)
+    return (*at_rest, in_segments(layout.master, gradient), messages)
 
 
 def check_updates(run, expected, args, draw, small):

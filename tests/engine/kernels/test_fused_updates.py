@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import megatrain_jax as mt
-from coded_groups import coded_group, random_arguments
+from coded_groups import coded_group, in_segments, random_arguments
 from inside import on_one_device
 from megatrain_jax._src.engine import start
 from megatrain_jax._src.engine.kernels import update_pieces as pieces
@@ -192,8 +192,8 @@ def test_a_pass_is_the_update_between_decoding_and_encoding(
     # Also of padding, so that new moments there are large.
     gradient = jnp.asarray(rng.normal(size=layout.master.size), dtype)
     at_rest = jax.jit(lambda x: (layout.master.encode(x[0]), layout.state.encode(x[1:])))(whole)
-    in_segments = jax.jit(layout.master.in_segments)(gradient)
-    args = (*at_rest, in_segments, [jnp.int32(5), jnp.float32(0.5)])
+    segments = jax.jit(functools.partial(in_segments, layout.master))(gradient)
+    args = (*at_rest, segments, [jnp.int32(5), jnp.float32(0.5)])
     mesh = jax.make_mesh(
         (num_shards,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_shards]
     )
@@ -261,7 +261,7 @@ def test_other_updates_stay_as_they_are():
     layout = group_of([(1,), (4, BLOCK)], BF16, (MU,))
     columns = [pieces.Columns(slab, 1, BLOCK, 4 * BLOCK) for slab in layout.slabs]
     arrays = [slab.encode(jnp.ones(slab.size)) for slab in layout.slabs]
-    gradient = layout.master.in_segments(jnp.ones(5 * BLOCK))
+    gradient = in_segments(layout.master, jnp.ones(5 * BLOCK))
 
     def runs(function) -> bool:
         def compute(rows, columns, messages):

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax import contrib
 
 import megatrain_jax as mt
-from coded_groups import check_updates
+from coded_groups import check_updates, in_segments
 from inside import on_one_device
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.kernels import update_pieces, updates
@@ -81,7 +81,7 @@ def random_arguments(layout, part, num_messages):
     avals = [v.aval for v in part.jaxpr.invars[len(part.jaxpr.invars) - num_messages :]]
     messages = [jnp.asarray(rng.integers(1, 3, a.shape), a.dtype) for a in avals]
     state = layout.state.encode([slab(s) for s in layout.state.layouts])
-    gradient = layout.master.in_segments(slab(layout.master))
+    gradient = in_segments(layout.master, slab(layout.master))
     return layout.master.encode(slab(layout.master)), state, gradient, messages
 
 
@@ -211,7 +211,7 @@ def test_a_turn_reads_what_was_there_before_the_update(monkeypatch):
     monkeypatch.setattr(update_pieces, "_TOGETHER", 64)
     assert len(update_pieces._turns(part, layout)) == 3
     run = update_pieces.update_by_leaf(part, layout, False)
-    segments = layout.master.in_segments(layout.master.pack(gradients))
+    segments = in_segments(layout.master, layout.master.pack(gradients))
     at_rest = (
         layout.master.encode(layout.master.pack(masters)),
         layout.state.encode(layout.state.pack(states)),

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from coded_groups import check_updates, coded_group, random_arguments
+from coded_groups import check_updates, coded_group, in_segments, random_arguments
 from megatrain_jax._src.engine.kernels import update_pieces as pieces
 from megatrain_jax._src.engine.kernels import updates
 from megatrain_jax._src.engine.state.codec import Blockwise, Plain
 from megatrain_jax._src.engine.state.host_leaves import read_leaves
-from megatrain_jax._src.engine.state.layout import GroupLayout, layout_group
+from megatrain_jax._src.engine.state.layout import layout_group
 from optimizers import OPTIMIZERS
 
 DRAW = (jax.random.key(3), jnp.int32(7), jnp.uint32(2))
@@ -43,8 +43,9 @@ def test_pieces_get_the_bits_of_whole_slabs(name, num_shards, piece, monkeypatch
     draw = jax.device_put(DRAW, small)
     monkeypatch.setattr(pieces, "PIECE", piece)
     run = jax.jit(updates._update(part, layout, True), out_shardings=slabs)
-    monkeypatch.setattr(GroupLayout, "num_coded", 0)
-    whole = jax.jit(updates._update(part, layout, True), out_shardings=slabs)
+    elements = updates._update_of_elements(part, layout)
+    assert elements is not None
+    whole = jax.jit(updates._update_at_once(elements, layout, True), out_shardings=slabs)
     text = run.lower(*args, draw).compile().as_text() or ""
     assert "while" in text
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
@@ -88,7 +89,7 @@ def test_each_column_is_updated_once_whatever_the_pieces(piece, monkeypatch):
 
     encode = jax.jit(lambda x, y: (layout.master.encode(x), layout.state.encode([y])))
     at_rest = encode(master, moment)
-    given = *at_rest, layout.master.in_segments(gradient), [jnp.float32(2)], None
+    given = *at_rest, in_segments(layout.master, gradient), [jnp.float32(2)], None
     monkeypatch.setattr(pieces, "PIECE", piece)
     found = jax.jit(pieces.update_in_pieces(compute, layout, False))(*given)
     (decoded,) = layout.state.decode(at_rest[1])

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import megatrain_jax as mt
+from coded_groups import in_segments
 from inside import on_one_device
 from megatrain_jax._src.engine.kernels import stage_kernels as stages
 from megatrain_jax._src.engine.kernels import updates
@@ -94,7 +95,12 @@ def test_whole_slabs_get_what_their_leaves_get(name):
     for part, layout, num_messages in parts_of(OPTIMIZERS[name]):
         elements = updates._update_of_elements(part, layout)
         assert elements is not None
-        whole = updates._update_of_slabs(elements, layout)
+
+        def whole(masters, state, gradient, messages, elements=elements):
+            rows = [gradient, masters, *state]
+            own, *others = elements(rows, jnp.arange(masters.size), messages)
+            return own, tuple(others)
+
         args = random_arguments(layout, part, num_messages)
         mine = jax.jit(whole)(*args)
         theirs = jax.jit(leaf_by_leaf(part, layout))(*args)
@@ -149,7 +155,7 @@ def test_an_update_is_done_in_place(name):
         run = jax.jit(updates._update(part, layout, True), donate_argnums=(0, 1))
         masters, state, gradient, messages = random_arguments(layout, part, num_messages)
         at_rest = layout.master.encode(masters), layout.state.encode(state)
-        args = (*at_rest, layout.master.in_segments(gradient), messages, jnp.array(True))
+        args = (*at_rest, in_segments(layout.master, gradient), messages, jnp.array(True))
         memory = run.lower(*args).compile().memory_analysis()
         assert memory is not None
         assert memory.alias_size_in_bytes == layout.master.num_bytes + layout.state.num_bytes

@@ -21,6 +21,7 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
+from coded_groups import in_segments
 from inside import on_one_device, store_of
 from megatrain_jax._src.common.keys import LASTING, Key
 from megatrain_jax._src.engine import start
@@ -220,7 +221,7 @@ def test_an_update_in_one_pass_is_that_of_plain_operations(state):
     given = (
         layout.master.encode(jnp.asarray(masters, jnp.float32)),
         layout.state.encode(slabs),
-        layout.master.in_segments(jnp.asarray(masters[::-1] * 1e-3, jnp.bfloat16)),
+        in_segments(layout.master, jnp.asarray(masters[::-1] * 1e-3, jnp.bfloat16)),
         [jnp.asarray(3, v.dtype) for v in (kernel.takes or [()] * 4)[3]],
         jnp.array(True),
         None,

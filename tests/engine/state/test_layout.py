@@ -158,7 +158,7 @@ def test_leaves_are_aligned_views_and_what_is_missing_is_zero(seed):
     assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
     leaves = [None if rng.random() < 0.3 else filled(s, "float32", rng) for s in shapes]
     arrays = jax.jit(lambda leaves: layout.encode(layout.pack(leaves)))(leaves)
-    slab = layout.decode([np.asarray(x) for x in arrays])
+    (slab,) = map(np.asarray, arrays)
     assert sum(x.nbytes for x in arrays) == layout.num_bytes
     expected = [
         np.zeros(s, np.float32) if x is None else x for x, s in zip(leaves, shapes, strict=True)

@@ -1,4 +1,4 @@
-"""Updates slab by slab in pieces, or leaf by leaf.
+"""Updates segment by segment, coded ones in pieces, or leaf by leaf.
 
 Coded slabs are updated piece by piece, so that no decoded slab lies in device memory.
 
@@ -60,24 +60,26 @@ def update_in_pieces(
 
     Args:
         compute: The update of some elements.
-        layout: Layout of the group; its state has the same offsets as its masters.
+        layout: Layout of the group; its state has the same offsets as its masters, and without
+            codes, the same segments.
         guarded: Whether nothing changes if `ok` is false.
         in_one_pass: Updates coded columns in one pass over memory, if it can; None to use none.
     """
-    slabs = layout.slabs
+    slabs, shards = layout.slabs, layout.master.num_shards
     # Between two edges every slab has one codec, because masters and state have equal offsets.
     edges = sorted({edge for slab in slabs for s in slab.segments for edge in (s.start, s.stop)})
 
     def update_group(masters, state, segments, messages, ok, draw=None):
-        gradient = [x.reshape(layout.master.num_shards, -1) for x in segments]
         draws = layout.slab_draws(draw)
 
         def update(pieces, arrays, in_loop=False):
-            start, length = pieces[0].start, pieces[0].length
             old = [piece.read(own) for piece, own in zip(pieces, arrays, strict=True)]
             own = pieces[0]
-            grads = jax.lax.dynamic_slice_in_dim(gradient[own.number], own.inside, length, axis=1)
-            columns = start + jax.lax.broadcasted_iota(jnp.int32, grads.shape, 1)
+            grads = segments[own.number]
+            if not own.is_whole:
+                grads = grads.reshape(shards, -1)
+                grads = jax.lax.dynamic_slice_in_dim(grads, own.inside, own.length, axis=1)
+            columns = jax.lax.broadcasted_iota(jnp.int32, (shards, own.length), 1) + own.start
             rows = [grads.reshape(-1).astype(layout.master.dtype)]
             rows += [piece.decode(own) for piece, own in zip(pieces, old, strict=True)]
             rows = compute(rows, columns.reshape(-1), messages)
@@ -85,7 +87,7 @@ def update_in_pieces(
             if guarded:
                 # Selects among arrays at rest, so that unchanged state is not rounded again.
                 new = jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
-            if not in_loop:
+            if layout.num_coded and not in_loop:
                 # All reads come before the first write; otherwise whole arrays would be copied.
                 new = jax.lax.optimization_barrier(new)
             return [p.write(own, x) for p, own, x in zip(pieces, arrays, new, strict=True)]

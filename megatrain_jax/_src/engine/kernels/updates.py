@@ -378,13 +378,26 @@ def _update(
     elements = _update_of_elements(fragment, layout)
     if elements is None:
         return update_by_leaf(fragment, layout, guarded)
-    if layout.num_coded:
-        return update_in_pieces(elements, layout, guarded, in_one_pass)
     edges = {tuple((s.start, s.stop) for s in slab.segments) for slab in layout.slabs}
-    run = (_update_by_segment if len(edges) == 1 else _update_at_once)(elements, layout)
+    if layout.num_coded or len(edges) == 1:
+        return update_in_pieces(elements, layout, guarded, in_one_pass)
+    return _update_at_once(elements, layout, guarded)
+
+
+def _update_at_once(elements: Compute, layout: GroupLayout, guarded: bool) -> Callable:
+    """The update `(masters, state, gradient, messages, ok, draw) -> (masters, state)` of slabs.
+
+    They have different segments, such as those of masters in two dtypes beside state in one.
+    """
+    size, shards = layout.master.size, layout.master.num_shards
 
     def update_group(masters, state, gradient, messages, ok, draw=None):
-        new = run(masters, state, gradient, messages, layout.slab_draws(draw))
+        slabs = layout.master.decode(masters), *layout.state.decode(state)
+        gradient = layout.master.joined(gradient).astype(layout.master.dtype)
+        columns = jnp.arange(size) % (size // shards) if shards > 1 else jnp.arange(size)
+        own, *others = elements([gradient, *slabs], columns, messages)
+        draw, *draws = layout.slab_draws(draw)
+        new = layout.master.encode(own, draw), layout.state.encode(others, draws)
         if not guarded:
             return new
         # Selects among arrays at rest, so that unchanged state is not rounded again.
@@ -392,42 +405,6 @@ def _update(
         return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
 
     return update_group
-
-
-def _update_by_segment(elements: Compute, layout: GroupLayout) -> Callable:
-    """The update `(masters, state, gradient, messages, draws) -> (masters, state)`, by segment.
-
-    All slabs have the same segments.
-    """
-    slabs, shards = layout.slabs, layout.master.num_shards
-
-    def update(masters, state, gradient, messages, draws):
-        given = [layout.master.decode_segments(masters), *layout.state.decode_segments(state)]
-        found: list[tuple] = [() for _ in slabs]
-        for n, segment in enumerate(layout.master.segments):
-            compute = _update_of_slabs(elements, layout, segment.start, segment.stop)
-            own, *others = (arrays[n] for arrays in given)
-            own, others = compute(own, others, gradient[n].astype(slabs[0].dtype), messages)
-            for k, row in enumerate((own, *others)):
-                row = row.reshape(shards, -1)
-                found[k] = (*found[k], *slabs[k].encode_columns(row, n, 0, draws[k]))
-        return found[0], tuple(x for arrays in found[1:] for x in arrays)
-
-    return update
-
-
-def _update_at_once(elements: Compute, layout: GroupLayout) -> Callable:
-    """The update `(masters, state, gradient, messages, draws) -> (masters, state)` of slabs."""
-    compute = _update_of_slabs(elements, layout)
-
-    def update(masters, state, gradient, messages, draws):
-        slabs = layout.master.decode(masters), layout.state.decode(state)
-        gradient = layout.master.joined(gradient).astype(layout.master.dtype)
-        masters, state = compute(*slabs, gradient, messages)
-        own, *others = draws
-        return layout.master.encode(masters, own), layout.state.encode(state, others)
-
-    return update
 
 
 def _measuring(apply: Callable, layout: GroupLayout, guarded: bool) -> Callable:
@@ -439,31 +416,6 @@ def _measuring(apply: Callable, layout: GroupLayout, guarded: bool) -> Callable:
         return *apply(masters, state, gradient, messages, ok, draw), square, ok
 
     return update_group
-
-
-def _update_of_slabs(
-    elements: Compute, layout: GroupLayout, start: int = 0, stop: int | None = None
-) -> Callable:
-    """An update of all elements of slabs, or of a segment's, at once.
-
-    Args:
-        elements: The update of some elements.
-        layout: Layout of the group.
-        start: First column of the segment in each shard.
-        stop: The column after its last; None for the slabs' end.
-    """
-    shards = layout.master.num_shards
-    size = shards * ((layout.master.size // shards if stop is None else stop) - start)
-
-    def compute(masters, state, gradient, messages):
-        columns = jnp.arange(size)
-        if shards > 1:
-            columns = columns % (size // shards)
-        columns = columns + start if start else columns
-        masters, *state = elements([gradient, masters, *state], columns, messages)
-        return masters, tuple(state)
-
-    return compute
 
 
 def _update_of_elements(fragment: Fragment, layout: GroupLayout) -> Compute | None:

@@ -196,17 +196,10 @@ class Layout:
 
         Args:
             arrays: The arrays at rest.
-            dtype: Dtype of a decoded slab; None for the layout's. A plain slab keeps its dtype.
+            dtype: Dtype of the slab; None for the layout's.
         """
         dtype = self.dtype if dtype is None else dtype
-        pairs = list(zip(self.segments, self.by_segment(arrays), strict=True))
-        if len(pairs) == 1:
-            return self.decode_segments(arrays, dtype)[0]
-        rows = [
-            segment.codec.decode(own, dtype).reshape(-1, segment.stop - segment.start)
-            for segment, own in pairs
-        ]
-        return jnp.concatenate(rows, axis=1).reshape(-1)
+        return self.joined([x.astype(dtype) for x in self.decode_segments(arrays, dtype)])
 
     def decode_segments(
         self, arrays: Sequence[Array], dtype: jax.typing.DTypeLike | None = None
@@ -228,13 +221,8 @@ class Layout:
         sizes = (self.num_shards * (s.stop - s.start) for s in self.segments)
         return tuple(jax.ShapeDtypeStruct((size,), jnp.dtype(dtype)) for size in sizes)
 
-    def in_segments(self, slab: jax.Array) -> tuple[jax.Array, ...]:
-        """A slab's segments, one array each, as in a gradient; for use inside jit."""
-        rows = slab.reshape(self.num_shards, -1)
-        return tuple(rows[:, s.start : s.stop].reshape(-1) for s in self.segments)
-
     def joined(self, segments: Sequence[jax.Array]) -> jax.Array:
-        """The slab of these segments; undoes `in_segments`."""
+        """The slab of these segments, such as a gradient's; for use inside jit."""
         rows = [x.reshape(self.num_shards, -1) for x in segments]
         return jnp.concatenate(rows, axis=1).reshape(-1) if rows[1:] else segments[0]
 
@@ -273,27 +261,15 @@ class Layout:
         if self.num_shards == 1:
             segments = self.decode_segments(arrays, dtype)
             return [self.unpack_from(segments, i).astype(dtype) for i in leaves]
-        rows = self.decode(arrays, dtype).astype(dtype).reshape(self.num_shards, -1)
+        rows = self.decode(arrays, dtype).reshape(self.num_shards, -1)
         parts = [rows[:, self.offsets[i] : self.offsets[i] + self.shares[i]] for i in leaves]
         starts = accumulate((part.shape[1] for part in parts), initial=0)
         gathered = whole(jnp.concatenate(parts, axis=1))
         return [self._leaf(gathered, i, at) for i, at in zip(leaves, starts, strict=False)]
 
-    def pack(
-        self,
-        leaves: Sequence[jax.Array | None],
-        spread: Spread = _as_it_is,
-        order: Sequence[int] | None = None,
-    ) -> jax.Array:
-        """The slab of these leaves, cast to its dtype; None stands for zeros.
-
-        Args:
-            leaves: The leaves.
-            spread: Divides an array over the devices along its first axis.
-            order: Numbers of the leaves in the order of writing; None for the order of offsets. The
-                best order is that of their computation, because a write waits for all earlier ones.
-        """
-        return self._packed(leaves, spread, order, 0, self.size // self.num_shards)
+    def pack(self, leaves: Sequence[jax.Array | None]) -> jax.Array:
+        """The slab of these leaves, cast to its dtype; None stands for zeros."""
+        return self._packed(leaves, _as_it_is, None, 0, self.size // self.num_shards)
 
     def pack_segments(
         self,
@@ -301,7 +277,14 @@ class Layout:
         spread: Spread = _as_it_is,
         order: Sequence[int] | None = None,
     ) -> tuple[jax.Array, ...]:
-        """The segments of the slab of these leaves, one array each; see `pack`."""
+        """The segments of the slab of these leaves, one array each; see `pack`.
+
+        Args:
+            leaves: The leaves.
+            spread: Divides an array over the devices along its first axis.
+            order: Numbers of the leaves in the order of writing; None for the order of offsets. The
+                best order is that of their computation, because a write waits for all earlier ones.
+        """
         return tuple(self._packed(leaves, spread, order, s.start, s.stop) for s in self.segments)
 
     def _packed(
@@ -312,7 +295,7 @@ class Layout:
         start: int,
         stop: int,
     ) -> jax.Array:
-        """The columns from `start` to `stop` of the slab of these leaves; see `pack`."""
+        """The columns from `start` to `stop` of the slab of these leaves; see `pack_segments`."""
         slab, size = None, stop - start
         # Leaves are written one by one, as copies. In a concatenation, a GPU computes the source of
         # each element, which takes several times as long.
