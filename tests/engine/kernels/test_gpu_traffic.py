@@ -50,6 +50,19 @@ def test_products_of_heads_behind_the_tokens_copy_their_operands():
     assert more == 2 * 2 * ROWS * TOKENS * HEADS * WIDTH * 2
 
 
+def test_products_of_what_was_brought_in_order_copy_nothing():
+    def turned(q: jax.Array, k: jax.Array) -> jax.Array:
+        q, k = (x.transpose(0, 2, 1, 3) for x in (q, k))
+        return jax.lax.dot_general(q, k, (((3,), (3,)), ((0, 2), (0, 2))))
+
+    def plain(q: jax.Array, k: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(q, k, (((3,), (3,)), ((0, 1), (0, 1))))
+
+    heads_first = jax.ShapeDtypeStruct((ROWS, HEADS, TOKENS, WIDTH), jnp.bfloat16)
+    found = traffic_of(turned, heads_first, heads_first).outside
+    assert found == traffic_of(plain, heads_first, heads_first).outside
+
+
 def test_products_without_matrices_are_elementwise_operations():
     x = jax.ShapeDtypeStruct((ROWS, TOKENS, HEADS, WIDTH), jnp.float32)
     scale = jax.ShapeDtypeStruct((ROWS, HEADS, TOKENS), jnp.float32)

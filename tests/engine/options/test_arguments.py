@@ -30,6 +30,7 @@ from jax.sharding import AbstractMesh, Mesh
 import megatrain_jax as mt
 from megatrain_jax import callbacks
 from megatrain_jax._src.common import checks, other_libraries, outside
+from megatrain_jax._src.engine.options.inputs import check_data
 from megatrain_jax._src.engine.options.options import LoopOptions, Options
 from megatrain_jax._src.engine.spec.run_spec import RunSpec, distinct_facts
 from messages import refuses, tells
@@ -598,3 +599,12 @@ def test_processes_that_differ_in_an_option_of_the_loop_are_told_so(name: str, v
     given |= {"checkpoint_dir": "run", "checkpoint_every": 1}
     ours, theirs = (LoopOptions(**given | own).agreed_options for own in ({}, {name: value}))
     assert [option for option in ours if ours[option] != theirs[option]] == [f"`{name}`"]
+
+
+def test_a_tuple_of_arrays_is_a_batch_and_a_tuple_of_batches_is_none():
+    x, y = np.zeros((4, 3)), np.zeros(4)
+    for several in ((x, x), ({"x": x}, {"x": x}), (x, {"x": x}), [x, y], ()):
+        check_data("data", several, "advice")
+    for batch in ((x, y), (x, x.astype(int)), (x, {"x": x}, y)):
+        with refuses(TypeError, "`data`", f"{len(batch)} batches"):
+            check_data("data", batch, "advice")

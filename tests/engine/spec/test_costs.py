@@ -11,7 +11,9 @@ import pytest
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
+import small
 from float8_specs import layers, spec_with
+from inside import spec_of
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.kernels.gpu_traffic import Traffic
 from megatrain_jax._src.engine.options.options import Options
@@ -293,3 +295,14 @@ def test_every_device_computes_the_products_of_an_update():
     cut = make_spec(CASES["nnx_tied"], OPTIMIZERS["muon"]).optimizer
     (all_1, wide_1), (all_2, wide_2), (all_3, _) = (_optimizer_flops(cut, n) for n in (1, 2, 3))
     assert 0 < all_2 - all_1 == all_3 - all_2 < all_1 and 0 < 2 * wide_1 == wide_2
+
+
+def test_the_traffic_of_a_stage_is_its_own_whatever_came_before():
+    """The first layer passes no gradient on; equal layers after it share their traffic."""
+    layers = [*small.params(), *small.params()]
+    batch, precision = small.batch(0), mt.Precision(compute=jnp.float32)
+    trainer = mt.Trainer(layers, small.loss_fn, small.OPTIMIZER, batch, precision=precision)
+    stages = spec_of(trainer).first.stages
+    assert len({bound.stage.key for bound in stages}) < len(stages)
+    for order in (stages, stages[::-1]):
+        assert stage_traffic(order) == [stage_traffic([bound])[0] for bound in order]

@@ -579,3 +579,13 @@ def test_hyperparameters_are_not_set_in_a_copy_nor_against_a_schedule():
     trainer = mt.Trainer(*given, optax.adam(0.1), batch, progress=False)
     with refuses(ValueError, "`learning_rate`", "optax.inject_hyperparams("):
         trainer.set_hyperparams(learning_rate=0.5)
+
+
+def test_two_steps_are_in_flight_at_most():
+    trainer = small.trainer()
+    training = trainer.run_state.training
+    found = []
+    for seed in range(4):
+        trainer.step(small.batch(seed))
+        found.append(len(training._in_flight))
+    assert max(found) == 2

@@ -23,7 +23,7 @@ import pytest
 
 from chats import WORDS, assert_same_batches, conversations, openai, tokenizer, write
 from megatrain_jax import data
-from megatrain_jax._src.lm.data import reading
+from megatrain_jax._src.lm.data import documents, reading
 from megatrain_jax._src.lm.data.batches import counts
 from megatrain_jax._src.lm.data.report import Report
 from megatrain_jax._src.lm.data.row_formats import to_conversation
@@ -649,3 +649,14 @@ def test_datasets_that_cant_be_mixed_are_named():
     preferred = data.preferences(pairs, tokenizer(), length=256, batch_size=2, progress=False)
     with refuses(ValueError, "preferences"):
         data.mix([one, preferred])
+
+
+def test_columns_are_missed_only_where_there_are_rows():
+    class Parts(list[Any]):
+        columns = {"text": "body"}
+
+    report = Report()
+    assert not [*documents.read_rows(Parts(), dict, report)]
+    rows = Parts([GivenRows("rows", [{"other": "x"}])])
+    with refuses(data.DataError, "`columns`", "body"):
+        [*documents.read_rows(rows, dict, report)]

@@ -7,6 +7,8 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
+from megatrain_jax._src.lm.models.decoder_options import ParameterMaker
+from megatrain_jax._src.lm.models.layers import Embedding
 from megatrain_jax.models import Decoder, next_token_loss
 from messages import refuses
 from tiny_sizes import tiny_decoder
@@ -112,3 +114,10 @@ def test_logits_at_a_place_are_those_of_the_row():
     np.testing.assert_allclose(model.logits_at(tokens, places), expected, rtol=1e-5, atol=1e-6)
     with refuses(ValueError, "`places`", (2,), (3,)):
         model.logits_at(tokens, places[:2])
+
+
+def test_ids_out_of_range_have_no_embedding():
+    embedding = Embedding(5, 3, ParameterMaker(nnx.Rngs(0), np.float32, 0.02))
+    found = np.asarray(embedding(np.array([[-1, 0], [4, 5]])))
+    np.testing.assert_array_equal(np.isnan(found).all(-1), [[True, False], [False, True]])
+    np.testing.assert_array_equal(found[1, 0], embedding.weight[...][4])

@@ -235,12 +235,19 @@ def test_both_sides_of_a_length_that_changes_wavelengths(name, length, tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in {*ALIKE, *IMAGES}])
-def test_the_least_variance_of_each_norm_is_that_of_transformers(name):
+def test_parameters_and_the_least_variance_of_each_norm_are_those_of_transformers(name):
     with torch.device("meta"):
         reference = make_torch(name)
     known = reference.config.to_dict() | {"architectures": [type(reference).__name__]}
     config = DecoderConfig.from_hf(known)
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    half = {"param_dtype": jnp.bfloat16}
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **half))
+    parameters = [(n, p) for n, p in reference.named_parameters() if p.requires_grad]
+    numbers = {n: np.broadcast_to(0, p.shape) for n, p in parameters}
+    names = {name for entry in parameter_tensors(config) if entry.trained for name in entry.names}
+    assert names == named(numbers, reference).keys()
+    trained = leaves_of(nnx.state(model, nnx.Param))
+    assert {value.dtype for _, value in trained} == {jnp.dtype(jnp.bfloat16)}
     found = {path: vars(module).get("eps") for path, module in nnx.iter_modules(model)}
     modules = {file_name(name, reference): m for name, m in reference.named_modules()}
     count = 0

@@ -15,6 +15,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax._src.lm.models.pretrained import leaves, parameter_tensors
+from megatrain_jax._src.lm.models.tensors import Tensor, split_experts
 from megatrain_jax.models import Decoder, DecoderConfig, load_pretrained, save_pretrained
 from messages import refuses, tells
 
@@ -305,3 +306,26 @@ def test_a_fresh_decoder_of_a_known_family_is_saved(tmp_path):
     with torch.no_grad():
         logits = reference(torch.tensor(tokens).long()).logits.numpy()
     np.testing.assert_allclose(model(tokens), logits, atol=1e-4)
+
+
+def test_stacked_experts_are_split_but_for_tensors_that_stay():
+    def tensor(name: str, *shape: int) -> Tensor:
+        more: Any = {"path": Path("f"), "file": None, "dtype": "F32", "start": 0}
+        return Tensor(name=name, shape=shape, whole=shape, **more)
+
+    names = {f"{part}.experts.gate_up_proj": (2, 6, 4) for part in ("mtp", "layers.0.mlp")}
+    names |= {"layers.0.mlp.experts.down_proj": (2, 4, 3), "v.experts.down_proj": (4, 3)}
+    tensors = {name: tensor(name, *shape) for name, shape in names.items()}
+    found, are_stacked = split_experts(tensors, lambda name: name.startswith("mtp"))
+    assert are_stacked and not split_experts({"a": tensor("a", 2, 6, 4)}, bool)[1]
+    left = {name: found.pop(name) for name in ("mtp.experts.gate_up_proj", "v.experts.down_proj")}
+    assert all(left[name] is tensors[name] for name in left)
+    each = {"gate_proj": slice(0, 3), "up_proj": slice(3, 6), "down_proj": slice(0, 4)}
+    assert {name: (x.part, x.shape) for name, x in found.items()} == {
+        f"layers.0.mlp.experts.{expert}.{part}.weight": (
+            (expert, rows),
+            (rows.stop - rows.start, 3 if part == "down_proj" else 4),
+        )
+        for expert in range(2)
+        for part, rows in each.items()
+    }
