@@ -312,7 +312,7 @@ def sort(chosen: Int[Array, "tokens per_token"], num: int) -> _Rows:
 
 # JAX's own derivative would keep all rows between the products, and scatter gradients of tokens.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def mixed(
+def _mixed(
     expert: Expert,
     x: Float[Array, "tokens width"],
     shares: Float[Array, "tokens per_token"],
@@ -331,6 +331,11 @@ def _mixed_forward(expert, x, shares, weights, rows):
 
 
 def _mixed_backward(expert, saved, cotangents):
+    return *_mixed_gradients(expert, saved, cotangents), float0_cotangents(saved[-1])
+
+
+@partial(jax.jit, static_argnums=0)
+def _mixed_gradients(expert, saved, cotangents):
     x, shares, weights, rows = saved
     each = shares.shape[1]
 
@@ -343,7 +348,8 @@ def _mixed_backward(expert, saved, cotangents):
     drows, dweights, dby_row = transposed(rows.given(cotangents, each))
     dx = rows.summed(drows, None, each).astype(x.dtype)
     dshares = dby_row[rows.places].reshape(shares.shape).astype(shares.dtype)
-    return dx, dshares, dweights, float0_cotangents(rows)
+    return dx, dshares, dweights
 
 
-mixed.defvjp(_mixed_forward, _mixed_backward)
+_mixed.defvjp(_mixed_forward, _mixed_backward)
+mixed = jax.jit(_mixed, static_argnums=0)  # traced once for all layers
