@@ -207,9 +207,14 @@ def word(name: str, value: Any, known: Iterable[str], other: str = "") -> str:
     """
     if isinstance(value, str) and value in known:
         return value
-    *most, last = (f'"{one}"' for one in known)
-    allowed = f"{', '.join(most)} or {last}{other}"
+    allowed = f"{either(known)}{other}"
     raise (ValueError if isinstance(value, str) else TypeError)(refused(name, allowed, value))
+
+
+def either(words: Iterable[str]) -> str:
+    """Words as a message lists them: `"a", "b" or "c"`."""
+    *most, last = (f'"{word}"' for word in words)
+    return f"{', '.join(most)} or {last}"
 
 
 def pattern(

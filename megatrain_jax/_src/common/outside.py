@@ -150,19 +150,12 @@ def integer(path: Path | str, name: str, value: Any, *, least: int = 0, most: in
         return checks.integer(name, value, least=least, most=most)
 
 
-def number(
-    path: Path | str,
-    name: str,
-    value: Any,
-    *,
-    above: float | None = None,
-    least: float | None = None,
-) -> float:
-    """Returns a finite number in a file; see `integer` and `checks.number`.
+def number(path: Path | str, name: str, value: Any, **bounds: float) -> float:
+    """Returns a finite number in a file; see `integer`, and `checks.number` for `bounds`.
 
     Raises:
         TypeError: If it is not a number.
         ValueError: If it is not finite, or out of bounds.
     """
     with naming(path):
-        return checks.number(name, value, above=above, least=least)
+        return checks.number(name, value, **bounds)

@@ -21,6 +21,7 @@ import pytest
 import megatrain_jax as mt
 import small
 from inside import count_steps
+from megatrain_jax._src.common.errors import call_all
 from megatrain_jax._src.common.object_paths import UNFINISHED as NAME
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.checkpoint import folder, manifest, orbax, save
@@ -411,11 +412,11 @@ def test_all_writes_are_over_when_the_first_error_is_raised(second):
     for future, error in zip(futures[:3], (None, OSError("first"), second), strict=True):
         future.set_exception(error) if error else future.set_result(None)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(save._wait, futures)
+        waiting = pool.submit(call_all, [future.result for future in futures])
         futures[3].set_result(None)
         with pytest.raises(OSError, match="first"):
             waiting.result()
-    save._wait(futures[:1])
+    call_all([futures[0].result])
 
 
 def test_a_checkpoint_is_on_the_disk_when_it_gets_its_name(trainer, tmp_path, monkeypatch):

@@ -27,37 +27,37 @@ _UNPACK = "a batch is passed whole: unpack it inside, as in x, y = batch"
 
 
 @dataclass(frozen=True)
-class Prediction:
+class _Given:
+    """A function that was not given as `loss_fn`, but as another argument."""
+
+    argument: ClassVar[str]
+    fn: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """Returns what the user's function does."""
+        return self.fn(*args)
+
+
+class Prediction(_Given):
     """What a step computes instead of a loss: the arrays of `fn`, with a row for each example."""
 
-    argument: ClassVar = "fn"
-    fn: Callable[..., Any]
-
-    def __call__(self, *args: Any) -> Any:
-        """Returns the arrays."""
-        return self.fn(*args)
+    argument = "fn"
 
 
-@dataclass(frozen=True)
-class EvalLoss:
+class EvalLoss(_Given):
     """The run's `eval_loss_fn`: a loss whose errors have this name."""
 
-    argument: ClassVar = "eval_loss_fn"
-    fn: Callable[..., Any]
-
-    def __call__(self, *args: Any) -> Any:
-        """Returns the loss, or the loss and metrics."""
-        return self.fn(*args)
+    argument = "eval_loss_fn"
 
 
 def argument_of(function: Callable[..., Any]) -> str:
     """The name of the user's argument that a loss, or a prediction, was given as."""
-    return function.argument if isinstance(function, Prediction | EvalLoss) else "loss_fn"
+    return function.argument if isinstance(function, _Given) else "loss_fn"
 
 
 def of_user(function: Callable[..., Any]) -> Callable[..., Any]:
     """The user's own function."""
-    return function.fn if isinstance(function, Prediction | EvalLoss) else function
+    return function.fn if isinstance(function, _Given) else function
 
 
 def name_of(function: Callable[..., Any]) -> str:

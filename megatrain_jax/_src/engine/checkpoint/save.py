@@ -35,7 +35,7 @@ import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -44,6 +44,7 @@ import numpy as np
 import tensorstore as ts
 
 from megatrain_jax._src.common.activity import progressed
+from megatrain_jax._src.common.errors import call_all
 from megatrain_jax._src.common.keys import LASTING
 from megatrain_jax._src.common.object_paths import AnyPath, workspace_of
 from megatrain_jax._src.common.sizes import sized
@@ -194,7 +195,7 @@ class Writer:
                 # By reference: arrays at rest are never modified, so no copy is needed.
                 futures.append(target.write(shaped, can_reference_source_data_indefinitely=True))
                 futures.append(beside.submit(self._inspect, entry, cell.number, chunk))
-            _wait(futures)
+            call_all(future.result for future in futures)
 
     def _inspect(self, entry: ArrayEntry, number: int, chunk: np.ndarray) -> None:
         """Records a chunk's checksum; a run's trained parameters must be finite."""
@@ -223,18 +224,6 @@ class Writer:
 
     def _file(self, name: str, process: int) -> AnyPath:
         return self._workspace / name.format(process)
-
-
-def _wait(futures: Sequence[Future | Any]) -> None:
-    """Waits for all futures, then raises the first error."""
-    errors = []
-    for future in futures:
-        try:
-            future.result()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
 
 
 def _lower_priority() -> None:

@@ -7,21 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.common.checks import refused
+from megatrain_jax._src.common.checks import either, refused
 
-_COMPUTING = ("bfloat16", "float16", "float32", "float64")
-_MASTERS = ("bfloat16", "float32", "float64", "int8")
 _FLOAT32 = jnp.dtype("float32")
-_SUMS = ("bfloat16", "float32")
-_STATES = ("bfloat16", "float32", "int8", "int4")
 NF4 = "nf4"
-# The values of each attribute, in words.
 _ALLOWED = {
-    "master": '"float32", "bfloat16", "int8" or "float64"',
-    "compute": '"bfloat16", "float16", "float32" or "float64"',
-    "frozen": '"float32", "bfloat16", "float16", "int8" or "nf4"',
-    "state": '"float32", "bfloat16", "int8" or "int4"',
-    "sums": '"float32" or "bfloat16"',
+    "master": ("float32", "bfloat16", "int8", "float64"),
+    "compute": ("bfloat16", "float16", "float32", "float64"),
+    "frozen": ("float32", "bfloat16", "float16", "int8", NF4),
+    "state": ("float32", "bfloat16", "int8", "int4"),
+    "sums": ("float32", "bfloat16"),
 }
 _MEANT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _MEANT |= {"f32": "float32", "fp64": "float64"} | {name: name for name in (NF4, "int8", "int4")}
@@ -38,14 +33,14 @@ def canonical(
         TypeError: A path is not a string.
         ValueError: A value is not allowed, a mapping is empty, or float8 goes with float64.
     """
-    state = None if state is None else _held("state", state, _STATES)
+    state = None if state is None else _held("state", state)
     return {
-        "master": _held("master", master, _MASTERS),
+        "master": _held("master", master),
         "compute": None if compute is None else _computing(compute),
         "frozen": None if frozen is None else _frozen(frozen),
         # Optimizer state of fp32 masters is fp32 anyway.
         "state": None if state == _FLOAT32 else state,
-        "sums": _allowed("sums", "", _dtype("sums", sums), _SUMS),
+        "sums": _allowed("sums", "", _dtype("sums", sums), _ALLOWED["sums"]),
         "products": _products(products, compute),
     }
 
@@ -69,9 +64,9 @@ def _by_path(name: str, given: Any) -> tuple[tuple[str, Any], ...] | None:
     return tuple(given.items())
 
 
-def _held(name: str, given: Any, allowed: tuple[str, ...]) -> Any:
+def _held(name: str, given: Any) -> Any:
     """The canonical form of a dtype, or of a mapping from paths to dtypes."""
-    pairs = _by_path(name, given)
+    pairs, allowed = _by_path(name, given), _ALLOWED[name]
     if pairs is None:
         return _allowed(name, str(given), _dtype(name, given), allowed)
     found = []
@@ -130,7 +125,7 @@ def _products(given: Any, compute: Any) -> Any:
 def _computing(given: Any) -> Any:
     dtype = _floating("compute", _dtype("compute", given))
     # Gradients have the compute dtype, and 8 bits need a scale for each tensor, not one for all.
-    if dtype.name not in _COMPUTING:
+    if dtype.name not in _ALLOWED["compute"]:
         raise ValueError(
             f"Precision(compute={dtype.name}) is not supported: its range is too narrow for "
             f"gradients, even with a scaled loss. Use bfloat16, float16 or float32; {FLOAT8_HINT}."
@@ -158,11 +153,11 @@ def _dtype(name: str, given: Any) -> Any:
             raise TypeError("NumPy takes an empty dict or list for a structure without fields")
     except Exception as error:  # NumPy reads strings of several kinds
         meant = _MEANT.get(given.lower()) if isinstance(given, str) else None
-        meant = f'; did you mean "{meant}"?' if meant and f'"{meant}"' in _ALLOWED[name] else "."
+        meant = f'; did you mean "{meant}"?' if meant in _ALLOWED[name] else "."
         meant = f"; {FLOAT8_HINT}." if name == "compute" and given in FLOAT8_NAMES else meant
         raise ValueError(
-            f"Precision({name}={given!r}) is no dtype: give {_ALLOWED[name]}, or a dtype such as "
-            f"jnp.float32{meant}"
+            f"Precision({name}={given!r}) is no dtype: give {either(_ALLOWED[name])}, or a dtype "
+            f"such as jnp.float32{meant}"
         ) from error
     return dtype
 

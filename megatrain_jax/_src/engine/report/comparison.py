@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.report.plan import Plan
@@ -110,16 +111,11 @@ def compare(axes: dict[str, dict[str, object]], make: Callable[..., Plan]) -> Pl
         axes: The arguments' names, with their values by name.
         make: Function that makes a plan from one value of each.
     """
-    rows: list[tuple[tuple[str, ...], dict[str, object]]] = [((), {})]
-    for argument, values in axes.items():
-        rows = [
-            ((*names, name), {**given, argument: value})
-            for names, given in rows
-            for name, value in values.items()
-        ]
-    return PlanComparison(
-        axes=tuple(axes), rows=tuple(_row(names, given, make) for names, given in rows)
-    )
+    rows = []
+    for row in product(*(values.items() for values in axes.values())):
+        given = dict(zip(axes, (value for _, value in row), strict=True))
+        rows.append(_row(tuple(name for name, _ in row), given, make))
+    return PlanComparison(axes=tuple(axes), rows=tuple(rows))
 
 
 def _row(names: tuple[str, ...], given: dict[str, object], make: Callable[..., Plan]) -> PlanRow:

@@ -17,8 +17,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -185,20 +186,14 @@ class Drives:
         out[first - begin : last - begin] = np.frombuffer(found, np.uint8)[own]
 
 
-class _told:
+@contextmanager
+def _told(folder: Path, what: str) -> Iterator[None]:
     """A context whose system errors name the folder and the option it comes from."""
-
-    def __init__(self, folder: Path, what: str):
-        self._folder, self._what = folder, what
-
-    def __enter__(self) -> None:
-        """Does nothing."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Raises the error anew."""
-        if isinstance(error, OSError):
-            text = f"`disk_dir`={str(self._folder)!r} {self._what}: {error.strerror or error}"
-            raise OSError(error.errno, text) from error
+    try:
+        yield
+    except OSError as error:
+        text = f"`disk_dir`={str(folder)!r} {what}: {error.strerror or error}"
+        raise OSError(error.errno, text) from error
 
 
 def _allocate(file: int, length: int) -> None:

@@ -10,12 +10,14 @@ so the driver always has the next step ready while the device computes:
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from megatrain_jax._src.common.activity import doing
+from megatrain_jax._src.common.errors import call_all, noting
 from megatrain_jax._src.common.progress import tell_phase, tqdm
 from megatrain_jax._src.engine.adapt.loss_function import EVAL_PREFIX
 from megatrain_jax._src.engine.history import History
@@ -137,14 +139,10 @@ class Loop:
         Raises:
             Exception: The first error of a callback, after all have been called.
         """
-        errors = []
-        for callback in self.begun:
-            try:
-                self._call(callback, getattr(callback, "end", None), result)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        call_all(
+            partial(self._call, callback, getattr(callback, "end", None), result)
+            for callback in self.begun
+        )
 
     def check_eval_data(self, drawn: tuple[Any, Iterable[Any]] | None) -> None:
         """Checks the first batch of `eval_data`, because an evaluation may come hours later.
@@ -240,8 +238,8 @@ class Loop:
         Raises:
             Exception: The first error of a step or a callback, after all are told all records.
         """
-        errors: list[Exception] = []
-        try:
+
+        def read() -> None:
             try:
                 while self.pending:
                     with deferred_interrupt():
@@ -249,15 +247,13 @@ class Loop:
             finally:
                 with deferred_interrupt():
                     self.trainer.flush()
-        except Exception as error:
-            errors.append(error)
-        while self.unreported:
-            try:
-                self._report()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+
+        def calls() -> Iterator[Callable[[], None]]:
+            yield read
+            while self.unreported:
+                yield self._report
+
+        call_all(calls())
 
     def complete(self, *, keep: int, evaluate: bool = False) -> None:
         """Completes and reports the oldest records until only `keep` steps are unread.
@@ -357,10 +353,7 @@ class Loop:
             batches = eval_batches(self.options.eval_data)
         history = self.trainer.history
         history.cut_off = self.trainer.num_steps  # reset when the evaluation completes
-        try:
+        with noting("This was raised by the evaluation of `eval_data`."):
             means = self.trainer.evaluate(batches, params=self.options.eval_params)
-            history.cut_off = None
-        except Exception as error:
-            error.add_note("This was raised by the evaluation of `eval_data`.")
-            raise
+        history.cut_off = None
         return {EVAL_PREFIX + name: value for name, value in means.items()}

@@ -3,7 +3,6 @@
 import time
 from contextlib import suppress
 from os import PathLike
-from types import TracebackType
 from typing import Any
 
 from megatrain_jax._src.common.object_paths import UNFINISHED, AnyPath
@@ -98,12 +97,7 @@ class RunCheckpoints:
         """Returns this object."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Releases the folder, after the checkpoint being written is complete."""
         self._workspace.release(run=True)
 

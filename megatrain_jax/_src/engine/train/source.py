@@ -15,7 +15,7 @@ import base64
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
 from operator import length_hint
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.common.activity import doing
+from megatrain_jax._src.common.errors import noting
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.options.inputs import eval_batches
@@ -335,14 +336,9 @@ def first_evaluation(eval_data: EvalData) -> tuple[Any, Iterable[Any]]:
     return first, chain([first], iterator) if iterator is batches else batches
 
 
-@contextmanager
-def naming_evaluation() -> Iterator[None]:
+def naming_evaluation() -> AbstractContextManager[None]:
     """Adds to an error that it is about the first batch of `eval_data`."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note("The first batch of `eval_data` is checked before the first step.")
-        raise
+    return noting("The first batch of `eval_data` is checked before the first step.")
 
 
 class Prefetch(Iterator[Any]):
@@ -437,11 +433,6 @@ class Prefetch(Iterator[Any]):
         return batch
 
 
-@contextmanager
-def naming_batch(number: int) -> Iterator[None]:
+def naming_batch(number: int) -> AbstractContextManager[None]:
     """Adds the number of a batch to an error about it."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        error.add_note(f"This was batch {number} of `data` (counted from 1).")
-        raise
+    return noting(f"This was batch {number} of `data` (counted from 1).", TypeError, ValueError)

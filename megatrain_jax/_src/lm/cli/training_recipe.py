@@ -15,6 +15,7 @@ import megatrain_jax as mt
 from megatrain_jax import callbacks, distributed
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.activity import getting_on
+from megatrain_jax._src.common.errors import noting
 from megatrain_jax._src.common.progress import phase_lines
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.lm.cli import recipe, run_report
@@ -241,14 +242,11 @@ def _callbacks(
     }
     found = run_report.make_samples(settings, job)
     found += run_report.make_logs(settings, folder, identity)
-    try:
+    with noting("The command's option for it is `metric_mode`.", ValueError):
         if settings.keep_best:
             found.append(callbacks.KeepBest(folder.best, **judged))
         if settings.stop_after is not None:
             found.append(callbacks.EarlyStopping(**judged, patience=settings.stop_after))
-    except ValueError as error:
-        error.add_note("The command's option for it is `metric_mode`.")
-        raise
     return found
 
 
