@@ -19,6 +19,8 @@ from megatrain_jax._src.engine.program.primitives import CALLS, FREE, FUSED, FUS
 
 _ADDITIONS = ("add", "add_any")
 _REORDERING = ("reshape", "transpose")
+# Results that have their operand's bytes, so that a product can read the operand.
+_RENAMING = FREE - {"convert_element_type", "broadcast_in_dim", "iota"}
 
 
 def temporary_bytes(jaxpr: Any, axes: ShardedAxes | None = None, num_devices: int = 1) -> int:
@@ -76,7 +78,7 @@ def temporary_bytes(jaxpr: Any, axes: ShardedAxes | None = None, num_devices: in
             read = readers.get(v, [])
             once = eqn.primitive.name in FREE or (_is_fused(eqn, FUSED) and len(read) == 1)
             summed = eqn.primitive.name == "dot_general" and len(read) == 1 and v in added
-            fused = summed or v in passed or once and (_renames(eqn) or all(read))
+            fused = summed or v in passed or once and (eqn.primitive.name in _RENAMING or all(read))
             # A changed operand is overwritten in place if it has no further reader.
             start = changed.get(v)
             if start in roots and len(readers[start]) == 1 and v not in results:
@@ -123,12 +125,3 @@ def _is_fused(eqn: Any, names: Collection[str]) -> bool:
     if inner := jx.called(eqn, CALLS):
         return all(_is_fused(e, names) for e in inner.jaxpr.eqns)
     return eqn.primitive.name in names
-
-
-def _renames(eqn: Any) -> bool:
-    """Whether a result has its operand's bytes, so that a product can read the operand."""
-    return eqn.primitive.name in FREE and eqn.primitive.name not in (
-        "convert_element_type",
-        "broadcast_in_dim",
-        "iota",
-    )

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from megatrain_jax._src.common.activity import HERE, doing
 from megatrain_jax._src.common.host_memory import memory_owner
@@ -92,8 +92,10 @@ class Processes:
         self.count, self.index, self.num_here = count, index, 1
         self.patience: float | None = PATIENCE_SECONDS
         self.status, self.saved, self.waited = 1, "", 0.0
-        self._board, self._sent = board, 0
+        self._sent = 0
         self.presence = None if board is None else Presence(count, index, board)
+        # Of several processes; a single one uses neither.
+        self._board, self._peers = cast(Board, board), cast(Presence, self.presence)
         self._unreachable: str | None = None
         self._since, self._has_noticed = 0.0, False
         self._changed, self._is_over = threading.Event(), False
@@ -101,7 +103,6 @@ class Processes:
 
     def connect(self) -> None:
         """Begins to show signs of life, and finds the hosts; every process has to call this."""
-        assert self.presence is not None
         # JAX's preemption service takes SIGTERM, and would leave this process running.
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -226,7 +227,6 @@ class Processes:
 
     def _send(self, message: dict[str, Any]) -> str:
         """Leaves a message, and returns the folder of this exchange."""
-        assert self._board is not None
         block, number = divmod(self._sent, _BLOCK)
         folder, text = f"{_FOLDER}/{block}/{number}", json.dumps(message).encode()
         self._sent += 1
@@ -243,10 +243,9 @@ class Processes:
 
     def _received(self, folder: str, where: str) -> dict[str, bytes]:
         """The messages of all processes."""
-        assert self._board is not None and self.presence is not None
         seconds, told = _SHORTEST_WAIT, time.monotonic() + _TOLD_AFTER
         missing: Sequence[int] = ()
-        self.presence.waits = True
+        self._peers.waits = True
         try:
             while True:
                 try:
@@ -263,12 +262,11 @@ class Processes:
                     told = float("inf")
                     self._tell(where, missing)
         finally:
-            self.presence.waits = False
+            self._peers.waits = False
 
     def _check(self, folder: str, where: str, missing: Sequence[int]) -> None:
         """Raises an error if this process can't wait for its peers any longer."""
-        assert self.presence is not None and self._board is not None
-        presence = self.presence
+        presence = self._peers
         signs = ((i, presence.signs[i]) for i in missing)
         gone = next(((i, sign) for i, sign in signs if sign is not None and sign.gone), None)
         # What it sent before it left may have come since.
@@ -286,24 +284,22 @@ class Processes:
             raise PeerEndedError(self._unreachable)
 
     def _tell(self, where: str, missing: Sequence[int]) -> None:
-        assert self.presence is not None
         if self.index == min(set(range(self.count)) - set(missing)):
             late = missing[0]
             tqdm.write(
-                f"waiting since {_TOLD_AFTER:.0f} s, at {where}, for {self.presence.named(late)}. "
-                f"{self.presence.doing(late)}.",
+                f"waiting since {_TOLD_AFTER:.0f} s, at {where}, for {self._peers.named(late)}. "
+                f"{self._peers.doing(late)}.",
                 file=sys.stderr,
             )
 
     # ---- threads
 
     def _show_signs(self) -> None:
-        assert self.presence is not None
         is_over = False
         while not is_over:
             is_over = self._is_over
             try:
-                self.presence.exchange()
+                self._peers.exchange()
             except ConnectionError:
                 pass  # `Presence.verdict` notices if this goes on
             if not is_over:
@@ -312,24 +308,21 @@ class Processes:
 
     def _look(self) -> None:
         """Looks for verdicts, and ends the process if its main thread doesn't notice one."""
-        assert self.presence is not None
         while True:
             time.sleep(_LOOK_SECONDS)
-            self.presence.look()
+            self._peers.look()
             self._judge()
 
     def _judge(self) -> None:
-        assert self.presence is not None
         if self._unreachable is None:
-            if found := self.presence.verdict():
+            if found := self._peers.verdict():
                 self.give_up(found)
         elif not self._has_noticed and HERE.doing[0]:
-            if self.presence.clock.seconds - self._since > _SECONDS_TO_NOTICE:
+            if self._peers.clock.seconds - self._since > _SECONDS_TO_NOTICE:
                 self._end_at_once()
 
     def _end_at_once(self) -> None:
         """Ends the process while its main thread waits for a peer in JAX, which has no limit."""
-        assert self.presence is not None
         saved = f" {self.saved}" if self.saved else ""
         text = (
             f"{PeerEndedError.__name__}: {self._unreachable}. This process waited for it in JAX: "
@@ -340,11 +333,10 @@ class Processes:
 
     def _explained_abort(self, is_own: bool) -> str:
         """The cause of JAX's abort; see `explain_aborts`."""
-        assert self.presence is not None
         if self.index:
-            who = f"{self.presence.named(0)}, which runs JAX's coordination service,"
+            who = f"{self._peers.named(0)}, which runs JAX's coordination service,"
         else:
-            who = self.presence.named(self.presence.most_silent)
+            who = self._peers.named(self._peers.most_silent)
         text = (
             f"JAX has aborted, with its message above: most likely {who} has ended or can't be "
             "reached"
@@ -362,8 +354,7 @@ class Processes:
         After an error of any process, nobody takes part in these: they have no useful limits.
         """
         self._wait_for_end_of_peers()
-        presence = self.presence
-        assert presence is not None
+        presence = self._peers
         text = (
             "" if self._unreachable is None else f"{PeerEndedError.__name__}: {self._unreachable}"
         )
@@ -379,8 +370,7 @@ class Processes:
 
     def _wait_for_end_of_peers(self) -> None:
         """Waits until all peers that show signs of life have left; not long after an error."""
-        presence = self.presence
-        assert presence is not None
+        presence = self._peers
         presence.gone, presence.failed = True, self._has_failed
         presence.why = self._unreachable or ""
         self._changed.set()
