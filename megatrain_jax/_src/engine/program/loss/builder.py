@@ -190,13 +190,12 @@ def cut(
 ) -> Program:
     """Cuts a flat traced loss `(leaves, variables, batch, rng) -> (loss, ...)` into stages.
 
-    A prediction, which has arrays in place of the loss, has no backward. Without `alike`, stages
-    that compute the same have different keys, which takes less time.
+    It has no dead code. A prediction, with arrays in place of the loss, has no backward. Without
+    `alike`, stages that compute the same have different keys, which takes less time.
 
     Raises:
         ValueError: The loss depends on nothing trainable, or a stage reads a callback's result.
     """
-    traced = jx.without_dead_code(traced)
     flow = Dataflow(traced, leaves, name)
     loss, *arrays = traced.jaxpr.outvars[: len(traced.jaxpr.outvars) - num_variables]
     read = [loss] if is_loss else [loss, *arrays]

@@ -226,7 +226,7 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False
     known = remembered("flat losses", lambda: (IdentityKey(traced), places), list)
     flat_loss = next((made for made, used in known if used.opens_same(modules)), None)
     if flat_loss is None:
-        flat_loss = jx.trace(flat, avals, data)
+        flat_loss = jx.without_dead_code(jx.trace(flat, avals, data))
         known.append((flat_loss, inliner))
     what = flat_loss, leaves, traced.num_variables
     is_loss = traced.rows is None
