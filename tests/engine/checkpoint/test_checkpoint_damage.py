@@ -18,7 +18,7 @@ import xxhash
 import megatrain_jax as mt
 import small
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.engine.checkpoint import contents, orbax
+from megatrain_jax._src.engine.checkpoint import contents, orbax, save
 from megatrain_jax._src.engine.checkpoint.chunks import Grid
 from megatrain_jax._src.engine.checkpoint.contents import (
     ArrayEntry,
@@ -223,6 +223,43 @@ def test_processes_write_their_parts_of_one_array(starts, tmp_path):
     read = ChunkReader(folder).read_whole([entry.path])
     np.testing.assert_array_equal(read[entry.path], array)
     assert os.listdir(tmp_path) == ["c"]
+
+
+def test_parts_of_an_array_are_in_its_order_whichever_group_is_used_first():
+    places = [((at,), f"group {at}") for at in (2, 0, 1)]
+    entry = contents._entry(("params", "w"), (3, 4), jnp.float32, places)
+    assert entry.places == ("group 0", "group 1", "group 2")
+    assert entry.cuts == entry.indices == ((0,), (1,), (2,))
+
+
+class OnDrive:
+    """A run of elements that is read when it is converted."""
+
+    def __init__(self, array: np.ndarray):
+        self._array, self.size = array, array.size
+
+    def __getitem__(self, part: slice) -> "OnDrive":
+        return OnDrive(self._array[part])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._array
+
+
+@pytest.mark.parametrize(("most", "together"), [(79, 1), (80, 2), (119, 2), (1000, 3)])
+def test_what_rests_on_drives_is_written_as_far_as_memory_allows(
+    most, together, tmp_path, monkeypatch
+):
+    array = np.arange(60, dtype=np.float32).reshape(6, 10)
+    place = StorePlace(holder=Key(Kind.MASTERS, 0), position=0)
+    shape: Any = {"whole": array.shape, "shape": array.shape, "dtype": "float32"}
+    entry = ArrayEntry(path=("params", "w"), array=("params", "w"), places=(place,), **shape)
+    grid = Grid(shape=array.shape, chunk=(1, 10))
+    monkeypatch.setattr(save, "READ_BYTES", most)
+    writer = Writer(tmp_path, tmp_path / "c", 0, [entry], {entry.path: grid}, True, frozenset())
+    numbers, write = [], writer._write
+    monkeypatch.setattr(writer, "_write", lambda rows: numbers.append(len(rows)) or write(rows))
+    writer.write([(entry, (), lambda: [(0, OnDrive(array.reshape(-1)))])])  # type: ignore
+    assert numbers == ([6] if together == 3 else [together] * (6 // together))
 
 
 def test_parameters_to_start_from_are_verified(trainer, saved):

@@ -30,7 +30,7 @@ from jax.sharding import AbstractMesh, Mesh
 import megatrain_jax as mt
 from megatrain_jax import callbacks
 from megatrain_jax._src.common import checks, other_libraries, outside
-from megatrain_jax._src.engine.options.inputs import check_data
+from megatrain_jax._src.engine.options.inputs import _check_optimizer, check_data
 from megatrain_jax._src.engine.options.options import LoopOptions, Options
 from megatrain_jax._src.engine.spec.run_spec import RunSpec, distinct_facts
 from messages import refuses, tells
@@ -608,3 +608,12 @@ def test_a_tuple_of_arrays_is_a_batch_and_a_tuple_of_batches_is_none():
     for batch in ((x, y), (x, x.astype(int)), (x, {"x": x}, y)):
         with refuses(TypeError, "`data`", f"{len(batch)} batches"):
             check_data("data", batch, "advice")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "advised"),
+    [("adam", "adam"), ("AdamW", "adamw"), ("SGD", "sgd"), ("mine", "adamw"), (optax.lion, "lion")],
+)
+def test_an_optimizer_by_its_name_is_advised_as_optax_has_it(optimizer, advised):
+    with refuses(TypeError, "`optimizer`", f"optax.{advised}(1e-3)"):
+        _check_optimizer(optimizer)

@@ -367,3 +367,10 @@ def test_an_unknown_gpu_has_float8_by_its_compute_capability(monkeypatch, capabi
     monkeypatch.setattr(hardware, "default_device", lambda: FakeDevice(capability))
     machine = mt.this_machine()
     assert machine is not None and (machine.float8_flops_per_s is not None) == has_units
+
+
+def test_scales_of_operands_are_saved_with_what_a_stage_saves():
+    """A scale is the largest number of a whole array, which would be read once more for it."""
+    stages = spec_with(layers(), "float8").first.stages
+    saved = [bound.residuals.avals for bound in stages if bound.residuals and bound.residuals.avals]
+    assert saved and all(any(aval.shape == () for aval in avals) for avals in saved)

@@ -2,6 +2,8 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
 from megatrain_jax._src.engine.spec.block_splits import BLOCK_SPLITS, BlockSplit
 from megatrain_jax._src.engine.spec.budget import (
+    _cut_in,
     fit_to_machine,
     fitted_and_compiled,
     least_device_bytes,
@@ -362,3 +365,15 @@ def test_a_value_is_handed_on_until_its_last_reader():
     # Before tanh, before the product, before the sum, which reads two values, and at the end.
     alive = jx.bytes_alive(traced.jaxpr.eqns, (), lambda v: True)
     assert alive[:4] == [x + w, x + w, 2 * x, 0]
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_a_way_to_cut_without_room_is_none(has_room):
+    def finer(ways):
+        if not has_room:
+            raise BudgetError(1, 2)
+        return ways[0]
+
+    spec: Any = SimpleNamespace(finer=finer)
+    assert _cut_in(spec, [BlockSplit(2)]) == (BlockSplit(2) if has_room else None)
+    assert _cut_in(spec, []) is None

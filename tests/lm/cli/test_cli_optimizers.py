@@ -1,5 +1,6 @@
 """Optimizers by name on the command line: against PyTorch's and Optax's own."""
 
+import sys
 from typing import Any
 
 import jax
@@ -157,6 +158,7 @@ def test_a_function_of_ones_own_gets_the_rate_and_the_options(tmp_path, monkeypa
     for name in ("my_optimizers:mine", "my_optimizers:any_options"):
         mine = optimizer_of(name, SCHEDULE, clip=None, options={"factor": 0.5})
         np.testing.assert_array_equal(steps_of(mine, start), steps_of(half, start))
+    assert str(tmp_path) not in sys.path
     for name, near in (("my_optimizers:mine", ["`factor`"]), ("my_optimizers:more", [])):
         with refuses(ValueError, "'factr'", "`optimizer`", *near):
             optimizer_of(name, SCHEDULE, options={"factr": 0.5})

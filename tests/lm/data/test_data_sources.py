@@ -575,6 +575,7 @@ def test_a_mixture_deals_out_the_rows_of_each_dataset_in_its_order():
     parts = three(epochs=None, too_long="cut", batch_size=4)
     mixture = data.mix(parts, [0.5, 0.3, 0.2])
     assert mixture.proportions == data.mix(parts, [50, 30, 20]).proportions == (5, 3, 2)
+    assert data.mix(parts, [4, 2, 3]).proportions == (4, 2, 3)
     for ask in (lambda: len(mixture), mixture.rows_used):
         with refuses(TypeError, "end"):
             ask()

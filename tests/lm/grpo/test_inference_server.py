@@ -16,6 +16,7 @@ from flax import nnx
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.lm.grpo import inference_server
+from megatrain_jax._src.lm.grpo.inference_server import _completion
 from messages import refuses
 
 CONFIG = {
@@ -205,3 +206,13 @@ def test_what_a_server_can_t_do_is_refused(server: Server):
         run(models.InferenceServer(server.url, server.folder), temperature=0.7)
     with refuses(ValueError, "url"):
         models.InferenceServer("localhost:8000", server.folder)
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+@pytest.mark.parametrize("finish", ["length", "stop", "abort", None])
+def test_a_completion_ends_by_its_length_or_by_itself(finish, restricted):
+    found = _completion(3, [7], 1, ("said", [5, 2], [-0.5, -1.0], finish), restricted=restricted)
+    assert found.finish == ("length" if finish == "length" else "stop")
+    assert (found.prompt, found.sample, found.text) == (3, 1, "said")
+    np.testing.assert_array_equal(found.log_probs, [-0.5, -1])
+    np.testing.assert_array_equal(found.drawn_log_probs, np.nan if restricted else [-0.5, -1])

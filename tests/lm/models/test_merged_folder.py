@@ -94,7 +94,12 @@ def test_rows_for_new_tokens_are_merged_as_by_peft(tmp_path):
     larger.resize_token_embeddings(rows)
     whole = ["embed_tokens", "lm_head"]
     theirs = make_adapter(larger, tmp_path / "adapter", modules_to_save=whole)
+    (base / "tokenizer_config.json").write_text('{"of": "base"}')
+    (base / "special_tokens_map.json").write_text('{"of": "base"}')
+    (tmp_path / "adapter" / "tokenizer_config.json").write_text('{"of": "adapter"}')
     merged = models.merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=base)
+    assert "adapter" in (merged / "tokenizer_config.json").read_text()
+    assert "base" in (merged / "special_tokens_map.json").read_text()
     found = transformers.AutoModelForCausalLM.from_pretrained(merged)
     assert found.config.vocab_size == rows
     expected = theirs.merge_and_unload().state_dict()

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ import transformers
 from flax import nnx
 
 import megatrain_jax as mt
+from megatrain_jax._src.lm.models import pretrained as of_pretrained
 from megatrain_jax._src.lm.models.pretrained import leaves, parameter_tensors
-from megatrain_jax._src.lm.models.tensors import Tensor, split_experts
+from megatrain_jax._src.lm.models.tensors import NamedTensor, Tensor, split_experts, write_tensors
 from megatrain_jax.models import Decoder, DecoderConfig, load_pretrained, save_pretrained
 from messages import refuses, tells
 
@@ -329,3 +331,41 @@ def test_stacked_experts_are_split_but_for_tensors_that_stay():
         for expert in range(2)
         for part, rows in each.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "files"),
+    [
+        ((4, 4, 4, 4, 4), (2, 2, 1)),
+        ((9, 1, 1, 7, 1), (1, 2, 2)),
+        ((1, 9, 1), (1, 1, 1)),
+        ((4, 4), (2,)),
+    ],
+)
+def test_a_file_holds_tensors_up_to_its_bytes_or_a_single_one(sizes, files, tmp_path):
+    arrays = {f"t{i}": np.full(n, i, np.float32) for i, n in enumerate(sizes)}
+    tensors = [NamedTensor(name=name, array=array, code="F32") for name, array in arrays.items()]
+    write_tensors(tmp_path, tensors, 4 * 8)
+    found = [safetensors_numpy.load_file(path) for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert tuple(map(len, found)) == files
+    for name, array in arrays.items():
+        (own,) = [file[name] for file in found if name in file]
+        np.testing.assert_array_equal(own, array)
+    if len(files) > 1:
+        about = json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]
+        assert about == {"total_parameters": sum(sizes), "total_size": 4 * sum(sizes)}
+
+
+@pytest.mark.parametrize(("experts", "least"), [((), 15), ((2,), 27), ((0, 1, 2), 51)])
+@pytest.mark.parametrize("are_stacked", [False, True])
+def test_layers_and_experts_have_tensors_at_least(experts, least, are_stacked, monkeypatch):
+    family = SimpleNamespace(stacked=are_stacked)
+    monkeypatch.setattr(of_pretrained, "family_of", lambda config: family)
+    own = SimpleNamespace(num=4, layers=experts) if experts else None
+    config: Any = SimpleNamespace(num_layers=3, experts=own)
+    least = 15 if are_stacked else least
+    tensors: Any = dict.fromkeys(range(least))
+    of_pretrained._check_count(Path("folder"), config, tensors)
+    tensors.pop(0)
+    with refuses(ValueError, "folder", least, least - 1):
+        of_pretrained._check_count(Path("folder"), config, tensors)

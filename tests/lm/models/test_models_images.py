@@ -17,7 +17,9 @@ from safetensors.numpy import load_file, save_file
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.lm.models.causal_attention import ImageRows, full_attention
+from megatrain_jax._src.lm.models.families.gemma import read_siglip
 from megatrain_jax._src.lm.models.families.qwen_vision import QwenVisionConfig
+from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.pretrained import leaves, parameter_tensors
 from megatrain_jax._src.lm.models.rotary import Rope
 from messages import refuses
@@ -479,3 +481,17 @@ def test_families_without_images_are_refused(given, tmp_path):
     save_file(text, tmp_path / "model.safetensors")
     with refuses(ValueError, "gemma3_text", "gemma3"):
         models.load_pretrained(tmp_path, images=True)
+
+
+def test_a_tower_has_the_defaults_of_transformers():
+    from transformers import SiglipVisionConfig
+
+    found = vars(read_siglip(Fields({})))
+    theirs = SiglipVisionConfig().to_dict()
+    names = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
+    names |= {"num_channels": "channels", "layer_norm_eps": "norm_eps"}
+    shared = {names.get(name, name): value for name, value in theirs.items()}
+    assert len(found.keys() & shared.keys()) == 8
+    assert {n: x for n, x in shared.items() if n in found} == {
+        n: found[n] for n in found if n in shared
+    }
