@@ -387,7 +387,7 @@ def mix(
         return mixed_in_groups(expert, x, shares, weights, places, num_groups)
     # Blocks after the last used one hold zeros, so any expert may compute them.
     places = BlockAssignments(slots, assignments, jnp.minimum(experts, num - 1))
-    return _mixed(expert, x, shares, weights, places)
+    return _mixed_once(expert, x, shares, weights, places)
 
 
 # JAX's own derivative would add a gradient for all experts in every turn. It would also scatter
@@ -413,10 +413,15 @@ def _mixed(
 
 
 def _forward(expert, x, shares, weights, places):
-    return _mixed(expert, x, shares, weights, places), (x, shares, weights, places)
+    return _mixed_once(expert, x, shares, weights, places), (x, shares, weights, places)
 
 
 def _backward(expert, saved, cotangents):
+    return *_gradients(expert, saved, cotangents), float0_cotangents(saved[-1])
+
+
+@partial(jax.jit, static_argnums=0)
+def _gradients(expert, saved, cotangents):
     x, shares, weights, places = saved
     each, blocks = shares.shape[1], vmapped_expert(expert)
 
@@ -439,10 +444,11 @@ def _backward(expert, saved, cotangents):
     dx = places.collected(drows, each).sum(1, dtype=jnp.float32).astype(x.dtype)
     dshares = places.collected(dshares, 1).reshape(shares.shape).astype(shares.dtype)
     dweights = jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
-    return dx, dshares, dweights, float0_cotangents(places)
+    return dx, dshares, dweights
 
 
 _mixed.defvjp(_forward, _backward)
+_mixed_once = jax.jit(_mixed, static_argnums=0)  # traced once for all layers
 
 
 def _block_size(assignments: int, num: int) -> int:
