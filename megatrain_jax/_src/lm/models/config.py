@@ -161,6 +161,7 @@ class DecoderConfig(DecoderOptions):
         final_softcap: The same for the logits.
         scale_embedding: Factor of the embeddings, or True for sqrt(hidden_size).
         logit_scale: Factor of the hidden states that the head reads, and so of the logits.
+        residual_scale: Factor of the results of attention and MLP before they are added.
         tie_embeddings: Whether the embedding is also the head.
         head_bias: Whether the head has a bias: it is the last column of `Decoder.head_weight`.
         scores: Number of scores that the head gives each token instead of logits, one for each
@@ -168,6 +169,11 @@ class DecoderConfig(DecoderOptions):
         experts: A mixture of experts in place of MLPs.
         layer: Class of the layers, in a family that has its own; called with this configuration,
             the number of the layer and a maker of parameters.
+        attention: Class of their attention, called alike, in a family that has its own.
+        linear: Class of linear attention, state spaces or convolutions, which layers have instead
+            of attention if `options.layers` has their number; called without it.
+        dense: Class of their MLPs, in a family that has its own.
+        mixture: Class of their experts, in a family that has its own.
         memory: Class of a module that maps tokens and their embeddings to a value that layers pass
             on beside the hidden states; called with this configuration and a maker of parameters.
             Layers then take this value as a further argument, and return it after their tally. The

@@ -171,11 +171,16 @@ class DecoderOptions:
     final_softcap: float | None = None
     scale_embedding: bool | float = False
     logit_scale: float = 1.0
+    residual_scale: float = 1.0
     tie_embeddings: bool = False
     head_bias: bool = False
     scores: int | None = None
     experts: Experts | None = None
     layer: Callable[..., Any] | None = None
+    attention: Callable[..., Any] | None = None
+    linear: Callable[..., Any] | None = None
+    dense: Callable[..., Any] | None = None
+    mixture: Callable[..., Any] | None = None
     memory: Callable[..., Any] | None = None
     unread: tuple[str, ...] = ()
     vision: VisionConfig | None = None

@@ -34,7 +34,7 @@ class Family:
         flags: Fields that are true or false, each with its default and the arguments of
             `DecoderConfig` that it sets; by default, the usual one for the biases of attention.
         rope: Arguments of `hf_common.rope`; None if `more` reads rotary embeddings.
-        experts: Arguments of `hf_common.usual_experts`; None if there are none, or `more` reads
+        experts: Arguments of `hf_common.experts`; None if there are none, or `more` reads
             them.
         always: Arguments of `DecoderConfig` for all models of the family.
         more: Function from the fields and the arguments of `DecoderConfig` so far to further ones.
@@ -130,7 +130,7 @@ class Family:
         if self.rope is not None:
             found["rope"] = hf_common.rope(fields, found["head_dim"], **self.rope)
         if self.experts is not None:
-            found["experts"] = hf_common.usual_experts(fields, found, **self.experts)
+            found["experts"] = hf_common.experts(fields, found, **self.experts)
         found |= self.always
         return found if self.more is None else found | self.more(fields, found)
 

@@ -10,7 +10,7 @@ newer form.
 
 import math
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatrain_jax._src.common import checks
@@ -558,21 +558,21 @@ def windows_everywhere(fields: Fields, default: int | None) -> Windows:
 
 def windows_by_step(fields: Fields, step: int, size: int | None) -> Windows:
     """Returns windows of this size for all but every `step`-th layer, or by `layer_types`."""
-    kinds = ("sliding_attention", "full_attention")
     layers = range(fields.integer("num_hidden_layers"))
-    return windows_by_type(fields, [kinds[(i + 1) % step == 0] for i in layers], size)
+    return windows_by_type(fields, [(i + 1) % step for i in layers], size)
 
 
-def windows_by_type(fields: Fields, types: list[str], size: int | None) -> Windows:
+def windows_by_type(fields: Fields, windowed: Sequence[Any], size: int | None) -> Windows:
     """Returns windows of this size for the layers that have one by `layer_types`.
 
     Args:
         fields: The configuration.
-        types: Default of `layer_types`.
+        windowed: For each layer, whether it has one if the field is missing.
         size: The window's size.
     """
     known = {"full_attention": None, "sliding_attention": size}
-    types = fields.listed("layer_types", str, "names") or types
+    default = [[*known][bool(has)] for has in windowed]
+    types = fields.listed("layer_types", str, "names") or default
     for kind in types:
         if kind not in known or (kind == "sliding_attention" and not size):
             raise ValueError(f"`layer_types` has {kind!r}, with `sliding_window` = {size!r}")
@@ -586,54 +586,6 @@ def windows_by_type(fields: Fields, types: list[str], size: int | None) -> Windo
 
 def experts(
     fields: Fields,
-    names: tuple[str, str],
-    *,
-    num: int,
-    per_token: int,
-    intermediate_size: int,
-    normalize: bool,
-    layers: tuple[int, ...],
-    shared_size: int | None = None,
-    balance: float | None = None,
-) -> Experts | None:
-    """Returns the experts of these layers, or None if there are no such layers.
-
-    Args:
-        fields: The configuration.
-        names: The two names of the field with the number of experts.
-        num: Default of that number.
-        per_token: Default of `num_experts_per_tok`.
-        intermediate_size: The width inside an expert.
-        normalize: Whether the chosen experts' probabilities are divided by their sum.
-        layers: Numbers of the layers with experts.
-        shared_size: The width inside the expert that all tokens share.
-        balance: Factor of the balancing loss, if `output_router_logits` asks for it; None to read
-            `router_aux_loss_coef`.
-    """
-    # Files of one family use either name; both are taken, so that neither is refused as unknown.
-    first, second = (fields.integer(name, None) for name in names)
-    if first and second and first != second:
-        raise ValueError(f"`{names[0]}` = {first} contradicts `{names[1]}` = {second}")
-    num = first or second or num
-    weight = fields.number("router_aux_loss_coef", 0.001, least=0) if balance is None else balance
-    # Transformers adds the loss in training only if it is asked for the routers' logits.
-    is_balanced = fields.flag("output_router_logits", False)
-    per_token = fields.integer("num_experts_per_tok", per_token)
-    if not layers:
-        return None
-    return Experts(
-        num=num,
-        per_token=per_token,
-        intermediate_size=intermediate_size,
-        normalize=normalize,
-        layers=layers,
-        shared_size=shared_size,
-        balance_weight=weight if is_balanced else 0.0,
-    )
-
-
-def usual_experts(
-    fields: Fields,
     sizes: Mapping[str, Any],
     *,
     num: int,
@@ -641,48 +593,70 @@ def usual_experts(
     names: tuple[str, str] = ("num_experts", "num_local_experts"),
     inside: int | None = None,
     shared: int | None = None,
+    num_shared: tuple[str, int, int] | None = None,
+    shared_size: int | None = None,
     normalize: bool | None = None,
     norm_topk_prob: bool = False,
+    layers: Iterable[int] | None = None,
     sparse: bool = False,
-    balance: float = 0.001,
+    balance: float | None = 0.001,
 ) -> Experts | None:
-    """Returns experts that are read from the usual fields.
+    """Returns the experts of a decoder, or None if no layer has some.
 
     Args:
         fields: The configuration.
         sizes: The arguments of `DecoderConfig` so far.
-        num: See `experts`.
-        per_token: See `experts`.
-        names: See `experts`.
+        num: Default of the number of experts.
+        per_token: Default of `num_experts_per_tok`.
+        names: The two names of the field with the number of experts.
         inside: Default of `moe_intermediate_size`; None if experts are as wide as MLPs.
-        shared: Default of `shared_expert_intermediate_size`; None if no expert is shared.
-        normalize: See `experts`; None to read `norm_topk_prob`.
+        shared: Default of `shared_expert_intermediate_size`; None if this isn't read.
+        num_shared: The field with the number of experts that all tokens share, its default and its
+            minimum; None if there is none.
+        shared_size: The width inside the expert that all tokens share, if no field has it.
+        normalize: Whether the chosen experts' probabilities are divided by their sum; None to read
+            `norm_topk_prob`.
         norm_topk_prob: Default of this field.
-        sparse: Whether layers are chosen by `decoder_sparse_step` and `mlp_only_layers`, instead of
-            all.
-        balance: Default of `router_aux_loss_coef`.
+        layers: Numbers of the layers with experts; None for all.
+        sparse: Whether `decoder_sparse_step` and `mlp_only_layers` choose among them.
+        balance: Default of `router_aux_loss_coef`, the factor of the balancing loss, if
+            `output_router_logits` asks for it; None if there is no such loss.
     """
-    layers = tuple(range(sizes["num_layers"]))
+    # Files of one family use either name; both are taken, so that neither is refused as unknown.
+    first, second = (fields.integer(name, None) for name in names)
+    if first and second and first != second:
+        raise ValueError(f"`{names[0]}` = {first} contradicts `{names[1]}` = {second}")
+    layers = range(sizes["num_layers"]) if layers is None else layers
     if sparse:
         step = fields.integer("decoder_sparse_step", 1)
         dense = set(fields.listed("mlp_only_layers", int, "integers") or ())
-        layers = tuple(i for i in layers if i not in dense and (i + 1) % step == 0)
+        layers = [i for i in layers if i not in dense and (i + 1) % step == 0]
     if inside is not None:
         inside = fields.integer("moe_intermediate_size", inside)
+    inside = inside or sizes["intermediate_size"]
     if shared is not None:
-        shared = fields.integer("shared_expert_intermediate_size", shared)
+        shared_size = fields.integer("shared_expert_intermediate_size", shared)
+    if num_shared is not None:
+        name, default, least = num_shared
+        shared_size = inside * fields.integer(name, default, least=least) or None
     if normalize is None:
         normalize = fields.flag("norm_topk_prob", norm_topk_prob)
-    return experts(
-        fields,
-        names,
-        num=num,
+    # Transformers adds the loss in training only if it is asked for the routers' logits.
+    is_balanced = fields.flag("output_router_logits", False)
+    weight = 0.0
+    if balance is not None:
+        weight = fields.number("router_aux_loss_coef", balance, least=0)
+    per_token = fields.integer("num_experts_per_tok", per_token)
+    if not (layers := tuple(layers)):
+        return None
+    return Experts(
+        num=first or second or num,
         per_token=per_token,
-        intermediate_size=inside or sizes["intermediate_size"],
+        intermediate_size=inside,
         normalize=normalize,
         layers=layers,
-        shared_size=shared,
-        balance=fields.number("router_aux_loss_coef", balance, least=0),
+        shared_size=shared_size,
+        balance_weight=weight if is_balanced else 0.0,
     )
 
 
@@ -705,6 +679,22 @@ def rotated_layers(fields: Fields, given: list[int] | None, num_layers: int) -> 
 
 
 def layers_of_kind(
+    fields: Fields, name: str, kinds: Mapping[str, bool], default: list[str], num_layers: int
+) -> tuple[int, ...]:
+    """Returns the numbers of the layers whose kind, by a field, is mapped to True.
+
+    Args:
+        fields: The configuration.
+        name: See `chosen_layers`.
+        kinds: See `chosen_layers`.
+        default: The kind of each layer if the field is missing.
+        num_layers: See `chosen_layers`.
+    """
+    given = fields.listed(name, str, "names") or default
+    return chosen_layers(name, given, kinds, num_layers)
+
+
+def chosen_layers(
     name: str, given: list[str], kinds: Mapping[str, bool], num_layers: int
 ) -> tuple[int, ...]:
     """Returns the numbers of the layers whose kind is mapped to True.

@@ -245,6 +245,12 @@ class FusedMLP(nnx.Module):
         return self.down_proj(self.activation(gate) * up)
 
 
+def make_mlp(config: DecoderOptions, make: ParameterMaker) -> Any:
+    """Returns an MLP of the configured kind."""
+    usual = FusedMLP if config.fused else MLP
+    return (config.dense or usual)(config, make)
+
+
 class ExpertMatrix(nnx.Module):
     """One matrix of every expert, stacked: (experts, out, in)."""
 
@@ -274,9 +280,11 @@ class MixtureOfExperts(nnx.Module):
     Attributes:
         biased: Whether a bias is added to the probabilities for the choice of experts. As in
             Transformers, the balancing loss counts the loads without this bias.
+        shared_experts: An MLP for all tokens; None in mixtures without one.
     """
 
     biased: ClassVar[bool] = False
+    shared_experts: Any = None
 
     def __init__(self, config: DecoderOptions, experts: Experts, make: ParameterMaker):
         """Makes the parameters."""
@@ -303,7 +311,7 @@ class MixtureOfExperts(nnx.Module):
 
     def with_shared(self, mixed: HiddenStates, x: HiddenStates) -> HiddenStates:
         """Adds the result of an expert that all tokens share, if there is one."""
-        return mixed
+        return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
 
     def route(self, tokens: Float[Array, "tokens width"]) -> Routed:
         """Returns each token's experts, their shares, and the probabilities of all experts."""
@@ -318,15 +326,8 @@ class MixtureOfExperts(nnx.Module):
 class Layer(nnx.Module):
     """Attention, then an MLP or experts, each with norms and a residual connection.
 
-    Attributes:
-        attention: Class of its attention.
-        dense: Class of its MLP, if it has no experts.
-        mixture: Class of its experts, if it has some.
+    The classes of its parts are those of the configuration.
     """
-
-    attention: ClassVar[type[Any]] = Attention
-    dense: ClassVar[type[Any]] = MLP
-    mixture: ClassVar[type[MixtureOfExperts]] = MixtureOfExperts
 
     def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
         """Makes the parameters of one layer."""
@@ -336,7 +337,7 @@ class Layer(nnx.Module):
 
         experts = config.experts
         self.sparse = bool(experts and layer in experts.layers)
-        self.sandwich = config.sandwich_norms
+        self.sandwich, self.residual_scale = config.sandwich_norms, config.residual_scale
         self.input_layernorm = norm()
         self.make_mixer(config, layer, make)
         self.post_attention_layernorm = norm()
@@ -344,9 +345,9 @@ class Layer(nnx.Module):
             self.pre_feedforward_layernorm = norm()
             self.post_feedforward_layernorm = norm()
         if experts and self.sparse:
-            self.mlp = self.mixture(config, experts, make)
+            self.mlp = (config.mixture or MixtureOfExperts)(config, experts, make)
         else:
-            self.mlp = (FusedMLP if config.fused else self.dense)(config, make)
+            self.mlp = make_mlp(config, make)
 
     def __call__(
         self, x: HiddenStates, rotation: Rotation | None, segments: Segments
@@ -364,16 +365,22 @@ class Layer(nnx.Module):
         return x + y, tally
 
     def make_mixer(self, config: DecoderOptions, layer: int, make: ParameterMaker) -> None:
-        """Makes the part that mixes tokens."""
-        self.self_attn = self.attention(config, layer, make)
+        """Makes the part that mixes tokens, under its name in the files."""
+        self.is_linear = config.linear is not None and layer in config.options.layers
+        if config.linear is not None and self.is_linear:
+            self.linear_attn = config.linear(config, make)
+        else:
+            self.self_attn = (config.attention or Attention)(config, layer, make)
 
     def mix(self, x: HiddenStates, rotation: Rotation | None, segments: Segments) -> HiddenStates:
         """Returns the result of that part."""
+        if self.is_linear:
+            return self.linear_attn(x, segments)
         return self.self_attn(x, rotation, segments)
 
     def added(self, y: HiddenStates) -> HiddenStates:
         """Returns the term that a part's result adds to the hidden states."""
-        return y
+        return y if self.residual_scale == 1.0 else y * self.residual_scale
 
     def feed_forward(
         self, x: HiddenStates, segments: Segments
@@ -391,8 +398,8 @@ class ParallelLayer(Layer):
         """Makes the parameters of one layer."""
         # `Layer`'s own constructor is not called: one norm serves both parts.
         self.input_layernorm = make_norm(config.hidden_size, config, make)
-        self.self_attn = self.attention(config, layer, make)
-        self.mlp = self.dense(config, make)
+        self.make_mixer(config, layer, make)
+        self.mlp = make_mlp(config, make)
 
     def __call__(
         self, x: HiddenStates, rotation: Rotation | None, segments: Segments

@@ -28,7 +28,6 @@ from megatrain_jax._src.lm.models.layers import (
     Attention,
     Buffer,
     HiddenStates,
-    Layer,
     Linear,
     MixtureOfExperts,
     RMSNorm,
@@ -87,10 +86,6 @@ class BiasedMixture(MixtureOfExperts):
         """Returns the result of all experts for x, and None: no loss balances them."""
         return super().__call__(x, segments)[0], None
 
-    def with_shared(self, mixed: HiddenStates, x: HiddenStates) -> HiddenStates:
-        """Adds the shared expert's result."""
-        return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
-
     def bias(self) -> Float[Array, " num"]:
         """Returns the bias that affects the choice of experts."""
         return self.gate.e_score_correction_bias[...].astype(jnp.float32)
@@ -132,14 +127,9 @@ class OuterBiasMixture(BiasedMixture):
         return self.e_score_correction_bias[...].astype(jnp.float32)
 
 
-class Glm4MoeLayer(Layer):
-    """A layer with experts chosen by biased scores."""
-
-    mixture = BiasedMixture
-
-
 def grouped_experts(
     fields: Fields,
+    sizes: dict[str, Any],
     *,
     options: type[GroupedRouting] = GroupedRouting,
     per_token: int = 8,
@@ -159,6 +149,7 @@ def grouped_experts(
 
     Args:
         fields: The configuration.
+        sizes: The arguments of `DecoderConfig` so far.
         options: Class of the family's options.
         per_token: Default of `num_experts_per_tok`.
         layers: Numbers of the layers with experts; None for all from `first_k_dense_replace` on.
@@ -177,19 +168,17 @@ def grouped_experts(
         fields.take(name, None)  # multi-token prediction layers are kept unchanged
     groups, chosen = fields.integer("n_group", n_group), fields.integer("topk_group", topk_group)
     first = fields.integer("first_k_dense_replace", first_k_dense_replace, least=0)
-    inside = fields.integer("moe_intermediate_size", moe_intermediate_size)
-    if layers is None:
-        layers = tuple(range(first, fields.integer("num_hidden_layers")))
     experts = hf_common.experts(
         fields,
-        names,
+        sizes,
+        names=names,
         num=n_routed_experts,
         per_token=per_token,
-        intermediate_size=inside,
-        shared_size=inside * fields.integer(shared, 1),
-        normalize=fields.flag("norm_topk_prob", norm_topk_prob),
-        layers=layers,
-        balance=0.0,
+        inside=moe_intermediate_size,
+        num_shared=(shared, 1, 1),
+        norm_topk_prob=norm_topk_prob,
+        layers=range(first, sizes["num_layers"]) if layers is None else layers,
+        balance=None,
     )
     if experts and (experts.num % groups or experts.num < 2 * groups or chosen > groups):
         raise ValueError(
@@ -209,9 +198,12 @@ GLM4_MOE = Family(
     sizes={"kv_heads": 8, "eps": 1e-5},
     flags={"attention_bias": (False, "qkv_bias"), "use_qk_norm": (False, "qk_norm")},
     rope={"share": 0.5},
-    always={"layer": Glm4MoeLayer},
-    more=lambda fields, _: grouped_experts(
-        fields, moe_intermediate_size=1408, n_routed_experts=128, routed_scaling_factor=1.0
+    always={"mixture": BiasedMixture},
+    more=partial(
+        grouped_experts,
+        moe_intermediate_size=1408,
+        n_routed_experts=128,
+        routed_scaling_factor=1.0,
     ),
     kept=("model.layers.{num_layers}.",),
 )
@@ -219,21 +211,19 @@ GLM4_MOE = Family(
 
 def _dots1(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     size, first = hf_common.window(fields), fields.integer("max_window_layers", 62, least=0)
-    types = [
-        "sliding_attention" if size and i >= first else "full_attention"
-        for i in range(sizes["num_layers"])
-    ]
+    windowed = [size and i >= first for i in range(sizes["num_layers"])]
     for name in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok"):
         fields.integer(name)  # has no default
     experts = grouped_experts(
         fields,
+        sizes,
         first_k_dense_replace=0,
         moe_intermediate_size=1408,
         n_routed_experts=1,
         routed_scaling_factor=1.0,
         norm_topk_prob=False,
     )
-    return experts | {"windows": hf_common.windows_by_type(fields, types, size)}
+    return experts | {"windows": hf_common.windows_by_type(fields, windowed, size)}
 
 
 # dots.llm1: experts as in GLM 4.5, and a window in the upper layers. Transformers doesn't read the
@@ -245,26 +235,25 @@ DOTS1 = Family(
     neutral={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     unread="ep_size aux_loss_alpha seq_aux pretraining_tp use_sliding_window",
     sizes={"kv_heads": 32},
-    always={"qk_norm": True, "layer": Glm4MoeLayer},
+    always={"qk_norm": True, "mixture": BiasedMixture},
     more=_dots1,
 )
 
 
-class ExaoneMoeLayer(Layer):
-    """A layer with experts whose bias is no part of the router."""
-
-    mixture = OuterBiasMixture
+def _sparse_layers(fields: Fields, num_layers: int, first: int) -> tuple[int, ...]:
+    """Returns the layers with experts by `mlp_layer_types`; by default from the `first` on."""
+    known = {"dense": False, "sparse": True}
+    kinds = ["dense" if i < first else "sparse" for i in range(num_layers)]
+    return hf_common.layers_of_kind(fields, "mlp_layer_types", known, kinds, num_layers)
 
 
 def _exaone_moe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
-    num_layers, kinds = sizes["num_layers"], fields.listed("mlp_layer_types", str, "names")
-    first = fields.integer("first_k_dense_replace", 1, least=0)
-    kinds = [("dense", "sparse")[i >= first] for i in range(num_layers)] if kinds is None else kinds
-    known = {"dense": False, "sparse": True}
-    layers = hf_common.layers_of_kind("mlp_layer_types", kinds, known, num_layers)
+    num_layers, first = sizes["num_layers"], fields.integer("first_k_dense_replace", 1, least=0)
+    layers = _sparse_layers(fields, num_layers, first)
     fields.neutral(is_moe_layer=[i in layers for i in range(num_layers)])
     experts = grouped_experts(
         fields,
+        sizes,
         layers=layers,
         moe_intermediate_size=1024,
         n_routed_experts=64,
@@ -285,7 +274,7 @@ EXAONE_MOE = Family(
     neutral={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     unread="first_last_k_dense_replace",
     sizes={"kv_heads": 32, "eps": 1e-5},
-    always={"qk_norm": True, "layer": ExaoneMoeLayer},
+    always={"qk_norm": True, "mixture": OuterBiasMixture},
     more=_exaone_moe,
     kept=("mtp.",),
 )
@@ -304,26 +293,20 @@ class AfmoeAttention(Attention):
         return mixed * jax.nn.sigmoid(self.gate_proj(x))
 
 
-class AfmoeLayer(ExaoneMoeLayer):
-    """A layer with this attention, and experts whose bias is no part of the router."""
-
-    attention = AfmoeAttention
-
-
 def _afmoe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     step, num_layers = fields.integer("global_attn_every_n_layers", 4), sizes["num_layers"]
     windows = hf_common.windows_by_step(fields, step, hf_common.window(fields, 1024))
-    inside = fields.integer("moe_intermediate_size", 1408)
     experts = hf_common.experts(
         fields,
-        ("num_experts", "num_experts"),
+        sizes,
+        names=("num_experts", "num_experts"),
         num=64,
         per_token=6,
-        intermediate_size=inside,
-        shared_size=inside * fields.integer("num_shared_experts", 2),
+        inside=1408,
+        num_shared=("num_shared_experts", 2, 1),
         normalize=True,
-        layers=tuple(range(fields.integer("num_dense_layers", 1, least=0), num_layers)),
-        balance=0.0,
+        layers=range(fields.integer("num_dense_layers", 1, least=0), num_layers),
+        balance=None,
     )
     scale = fields.number("route_scale", 1.0)
     return {
@@ -351,7 +334,13 @@ AFMOE = Family(
     },
     unread="load_balance_coeff use_grouped_mm",
     sizes={"head_dim": 128, "eps": 1e-5},
-    always={"qk_norm": True, "sandwich_norms": True, "norm_in_fp32": True, "layer": AfmoeLayer},
+    always={
+        "qk_norm": True,
+        "sandwich_norms": True,
+        "norm_in_fp32": True,
+        "attention": AfmoeAttention,
+        "mixture": OuterBiasMixture,
+    },
     more=_afmoe,
     renames={
         "pre_feedforward_layernorm": "pre_mlp_layernorm",
@@ -454,12 +443,6 @@ def _latent_norm(dim: int, config: DecoderOptions, make: ParameterMaker) -> RMSN
     return norm
 
 
-class DeepseekLayer(Glm4MoeLayer):
-    """A layer with latent attention."""
-
-    attention = LatentAttention
-
-
 def _latent_sizes(fields: Fields, **sizes: Any) -> dict[str, Any]:
     """Returns arguments of `hf_common.sizes`; the width of a head is that of its rotated part."""
     return {"head_dim": fields.integer("qk_rope_head_dim", 64), **sizes}
@@ -522,6 +505,7 @@ def _deepseek_v3(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     attention, options = _latent(fields, sizes)
     experts = grouped_experts(
         fields,
+        sizes,
         options=DeepseekOptions,
         n_group=8,
         topk_group=4,
@@ -542,7 +526,7 @@ DEEPSEEK_V3 = Family(
     unread="ep_size aux_loss_alpha seq_aux pretraining_tp qk_head_dim",
     sizes=partial(_latent_sizes, kv_heads=128),
     rope=None,
-    always={"layer": DeepseekLayer},
+    always={"attention": LatentAttention, "mixture": BiasedMixture},
     more=_deepseek_v3,
     kept=GLM4_MOE.kept,
 )
@@ -552,15 +536,12 @@ def _glm4_moe_lite(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     attention, options = _latent(fields, sizes, query_rank=768, plain_dim=192, value_dim=256)
     # In Transformers, `head_dim` is another name of this field.
     fields.neutral(head_dim=options["rotated_dim"])
-    # The layers with experts are all but the first by default.
-    num_layers, kinds = sizes["num_layers"], fields.listed("mlp_layer_types", str, "names")
-    kinds = ["dense"] + ["sparse"] * (num_layers - 1) if kinds is None else kinds
-    known = {"dense": False, "sparse": True}
     experts = grouped_experts(
         fields,
+        sizes,
         options=DeepseekOptions,
         per_token=4,
-        layers=hf_common.layers_of_kind("mlp_layer_types", kinds, known, num_layers),
+        layers=_sparse_layers(fields, sizes["num_layers"], 1),
         moe_intermediate_size=1536,
         n_routed_experts=64,
         routed_scaling_factor=1.8,
@@ -578,7 +559,7 @@ GLM4_MOE_LITE = Family(
     unread="pretraining_tp qk_head_dim",
     sizes=partial(_latent_sizes, kv_heads=20, eps=1e-5),
     rope=None,
-    always={"layer": DeepseekLayer},
+    always=DEEPSEEK_V3.always,
     more=_glm4_moe_lite,
     kept=GLM4_MOE.kept,
 )
@@ -604,12 +585,6 @@ class ProbableMixture(BiasedMixture):
         return chosen, shares * self.routing.scale, probabilities
 
 
-class DeepseekV2Layer(DeepseekLayer):
-    """A layer with latent attention, and experts chosen by their probabilities."""
-
-    mixture = ProbableMixture
-
-
 def _groups(fields: Fields, num: int) -> tuple[int, int]:
     """Returns the number of groups of experts, and the number that a token may choose from."""
     method = fields.take("topk_method", "greedy")
@@ -632,17 +607,17 @@ def _groups(fields: Fields, num: int) -> tuple[int, int]:
 def _deepseek_v2(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     attention, options = _latent(fields, sizes)
     first = fields.integer("first_k_dense_replace", 0, least=0)
-    inside = fields.integer("moe_intermediate_size", 1407)
     experts = hf_common.experts(
         fields,
-        ("num_experts", "n_routed_experts"),
+        sizes,
+        names=("num_experts", "n_routed_experts"),
         num=64,
         per_token=fields.integer("num_experts_per_tok"),
-        intermediate_size=inside,
-        shared_size=inside * fields.integer("n_shared_experts", 2),
+        inside=1407,
+        num_shared=("n_shared_experts", 2, 1),
         normalize=False,
-        layers=tuple(range(first, sizes["num_layers"])),
-        balance=0.0,
+        layers=range(first, sizes["num_layers"]),
+        balance=None,
     )
     groups, chosen = _groups(fields, experts.num if experts else 1)
     scale = fields.number("routed_scaling_factor", 1.0)
@@ -664,6 +639,6 @@ DEEPSEEK_V2 = Family(
     sizes=_latent_sizes,
     flags=ATTENTION_BIAS | MLP_BIAS,
     rope=None,
-    always={"layer": DeepseekV2Layer},
+    always={"attention": LatentAttention, "mixture": ProbableMixture},
     more=_deepseek_v2,
 )

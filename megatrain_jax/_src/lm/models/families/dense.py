@@ -1,6 +1,6 @@
 """Families of decoders without experts, with attention in every layer."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -98,12 +98,6 @@ MISTRAL3 = multimodal_family(
 )
 
 
-class PhiLayer(ParallelLayer):
-    """A layer with a plain MLP beside attention."""
-
-    dense = BiasedMLP
-
-
 # Phi 1, 1.5 and 2: attention and a plain MLP in parallel, layer norms, biases everywhere.
 PHI = Family(
     model_type="phi",
@@ -122,7 +116,8 @@ PHI = Family(
         "qkv_bias": True,
         "out_bias": True,
         "head_bias": True,
-        "layer": PhiLayer,
+        "layer": ParallelLayer,
+        "dense": BiasedMLP,
     },
     renames={"norm": "final_layernorm", "o_proj": "dense"},
 )
@@ -162,11 +157,8 @@ def _upper_windows(fields: Fields, first: int = 28) -> hf_common.Windows:
     size = hf_common.window(fields) if fields.flag("use_sliding_window", False) else None
     fields.take("sliding_window", None)
     first = fields.integer("max_window_layers", first, least=0)
-    types = [
-        "sliding_attention" if size and i >= first else "full_attention"
-        for i in range(fields.integer("num_hidden_layers"))
-    ]
-    return hf_common.windows_by_type(fields, types, size)
+    layers = range(fields.integer("num_hidden_layers"))
+    return hf_common.windows_by_type(fields, [size and i >= first for i in layers], size)
 
 
 # Qwen 2 and 2.5: biases for queries, keys and values, and windows in the upper layers.
@@ -244,12 +236,6 @@ QWEN3_VL = multimodal_family(
 )
 
 
-class Glm4Layer(Layer):
-    """A layer with gate and up matrices of the MLP joined in one."""
-
-    dense = FusedMLP
-
-
 # GLM 4: four norms per layer, and rotary embeddings of neighbours in half of each head. The norms
 # are the usual ones, but the files use one name for a different norm.
 GLM4 = Family(
@@ -258,7 +244,7 @@ GLM4 = Family(
     sizes={"kv_heads": 2, "head_dim": 128, "eps": 0.00000015625},
     flags={"attention_bias": (True, "qkv_bias")},
     rope={"share": 0.5, "interleaved": True},
-    always={"sandwich_norms": True, "layer": Glm4Layer},
+    always={"sandwich_norms": True, "dense": FusedMLP},
     renames={
         "post_attention_layernorm": "post_self_attn_layernorm",
         "pre_feedforward_layernorm": "post_attention_layernorm",
@@ -270,15 +256,9 @@ GLM = replace(
     GLM4,
     model_type="glm",
     architecture="GlmForCausalLM",
-    always={"layer": Glm4Layer},
+    always={"dense": FusedMLP},
     renames={},
 )
-
-
-class NemotronLayer(Layer):
-    """A layer with a plain MLP."""
-
-    dense = PlainMLP
 
 
 # Nemotron 3 and 4, Minitron: layer norms with an offset, and a plain MLP with a squared ReLU.
@@ -289,7 +269,7 @@ NEMOTRON = Family(
     sizes={"eps": 1e-5, "eps_name": "norm_eps", "hidden_act": "relu2", "std": 0.0134},
     flags=ATTENTION_BIAS | MLP_BIAS,
     rope={"share": 0.5},
-    always={"norm": "layer", "norm_offset": 1.0, "layer": NemotronLayer},
+    always={"norm": "layer", "norm_offset": 1.0, "dense": PlainMLP},
 )
 
 
@@ -299,7 +279,7 @@ ARCEE = Family(
     architecture="ArceeForCausalLM",
     sizes={"eps": 1e-5, "hidden_act": "relu2"},
     flags=ATTENTION_BIAS | MLP_BIAS,
-    always={"layer": NemotronLayer},
+    always={"dense": PlainMLP},
 )
 
 
@@ -323,15 +303,15 @@ STARCODER2 = Family(
         "hidden_act": "gelu_pytorch_tanh",
     },
     flags={"use_bias": (True, "qkv_bias out_bias mlp_bias")},
-    always={"norm": "layer", "layer": NemotronLayer},
+    always={"norm": "layer", "dense": PlainMLP},
     more=lambda fields, _: {"windows": hf_common.windows_everywhere(fields, None)},
     renames={"up_proj": "c_fc", "down_proj": "c_proj"},
 )
 
 
 def _cwm(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
-    types = [("full_attention", "sliding_attention")[i % 4 > 0] for i in range(sizes["num_layers"])]
-    return {"windows": hf_common.windows_by_type(fields, types, hf_common.window(fields, 8192))}
+    windowed, size = [i % 4 for i in range(sizes["num_layers"])], hf_common.window(fields, 8192)
+    return {"windows": hf_common.windows_by_type(fields, windowed, size)}
 
 
 # Code World Model: a Llama with a window in three of four layers.
@@ -397,12 +377,10 @@ def _smollm3(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     rotated = hf_common.rotated_layers(fields, given, sizes["num_layers"])
     size = hf_common.window(fields, None)
     used = size if fields.flag("use_sliding_window", False) else None
-    types = [
-        "sliding_attention" if used and not rotates else "full_attention" for rotates in rotated
-    ]
+    windowed = [used and not rotates for rotates in rotated]
     return {
         "unrotated": tuple(i for i, rotates in enumerate(rotated) if not rotates),
-        "windows": hf_common.windows_by_type(fields, types, used),
+        "windows": hf_common.windows_by_type(fields, windowed, used),
     }
 
 
@@ -463,12 +441,6 @@ class CohereAttention(Attention):
             self.k_norm.weight = make.constant(1.0, config.num_kv_heads, config.head_dim)
 
 
-class CohereLayer(ParallelLayer):
-    """A layer with this attention beside an MLP."""
-
-    attention = CohereAttention
-
-
 # Command R and R+, Aya 23: no windows, and in some models norms of queries and keys.
 COHERE = replace(
     COHERE2,
@@ -478,50 +450,22 @@ COHERE = replace(
     unread="",
     flags=ATTENTION_BIAS | {"use_qk_norm": (False, "qk_norm")},
     rope={"theta": 500_000.0, "interleaved": True},
-    always={**COHERE2.always, "layer": CohereLayer},
+    always={**COHERE2.always, "attention": CohereAttention},
     more=lambda fields, _: {"logit_scale": fields.number("logit_scale", 0.0625, above=0)},
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraniteOptions:
-    """Options of a Granite's layers beyond those of every decoder.
-
-    Attributes:
-        residual_scale: Factor of the outputs of attention and MLP before they are added.
-    """
-
-    residual_scale: float
-
-
-class GraniteLayer(Layer):
-    """A layer whose attention and MLP are scaled before they are added."""
-
-    def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
-        """Makes the parameters of one layer."""
-        super().__init__(config, layer, make)
-        self.residual_scale = config.options.residual_scale
-
-    def added(self, y: HiddenStates) -> HiddenStates:
-        """Scales a part's result."""
-        return y * self.residual_scale
-
-
-def granite_scales(fields: Fields) -> dict[str, float]:
-    """Returns the scales of embeddings, attention scores and logits.
+def granite_scales(fields: Fields, _: dict[str, Any]) -> dict[str, float]:
+    """Returns the scales of embeddings, attention scores, residual branches and logits.
 
     Granite's attention factor replaces 1 / sqrt(head_dim), and is independent of it.
     """
     return {
         "scale_embedding": fields.number("embedding_multiplier", 1.0, above=0),
         "attention_scale": fields.number("attention_multiplier", 1.0, above=0),
+        "residual_scale": fields.number("residual_multiplier", 1.0, above=0),
         "logit_scale": 1.0 / fields.number("logits_scaling", 1.0, above=0),
     }
-
-
-def _granite(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
-    residual = fields.number("residual_multiplier", 1.0, above=0)
-    return {**granite_scales(fields), "options": GraniteOptions(residual_scale=residual)}
 
 
 # Granite 3: scaled embeddings, attention scores, residual branches and logits.
@@ -530,8 +474,7 @@ GRANITE = Family(
     architecture="GraniteForCausalLM",
     scorer=None,
     flags=ATTENTION_BIAS | MLP_BIAS,
-    always={"layer": GraniteLayer},
-    more=_granite,
+    more=granite_scales,
 )
 
 
@@ -548,12 +491,6 @@ class HunyuanAttention(Attention):
         """Returns queries and keys rotated to their positions, then normalised."""
         q, k = super().rotate(q, k, rotation)
         return self.query_layernorm(q), self.key_layernorm(k)
-
-
-class HunyuanLayer(Layer):
-    """A layer that normalises queries and keys after their rotation."""
-
-    attention = HunyuanAttention
 
 
 def _hunyuan(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -592,7 +529,7 @@ HUNYUAN_V1_DENSE = Family(
     "text_start_id",
     sizes={"eps": 1e-5},
     rope=None,
-    always={"layer": HunyuanLayer},
+    always={"attention": HunyuanAttention},
     more=_hunyuan,
 )
 
@@ -635,12 +572,6 @@ class ApertusMLP(nnx.Module):
         return self.down_proj(self.act_fn(self.up_proj(x)))
 
 
-class ApertusLayer(Layer):
-    """A layer with an MLP of xIELU."""
-
-    dense = ApertusMLP
-
-
 # Apertus: a plain MLP with the activation xIELU, with two trained numbers per layer. Only the
 # original code reads the neutral fields.
 APERTUS = Family(
@@ -666,7 +597,7 @@ APERTUS = Family(
             "high_freq_factor": 4.0,
         },
     },
-    always={"qk_norm": True, "layer": ApertusLayer},
+    always={"qk_norm": True, "dense": ApertusMLP},
     renames={
         "input_layernorm": "attention_layernorm",
         "post_attention_layernorm": "feedforward_layernorm",
@@ -696,12 +627,10 @@ class Olmo2Layer(Layer):
     `model.layers.0.post_attention_layernorm.weight`.
     """
 
-    attention = WideNormAttention
-
     def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
         """Makes the parameters of one layer."""
         # `Layer`'s own constructor would make norms before attention and MLP.
-        self.self_attn = self.attention(config, layer, make)
+        self.self_attn = (config.attention or Attention)(config, layer, make)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config, make)
         self.mlp = MLP(config, make)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config, make)
@@ -721,7 +650,7 @@ OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
     sizes={"eps": 1e-5},
-    always={"layer": Olmo2Layer},
+    always={"layer": Olmo2Layer, "attention": WideNormAttention},
 )
 
 
@@ -737,12 +666,6 @@ def _olmo3(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 
 # OLMo 3: OLMo 2 with a window in most layers; only the rest stretch wavelengths for long texts.
 OLMO3 = replace(OLMO2, model_type="olmo3", architecture="Olmo3ForCausalLM", rope=None, more=_olmo3)
-
-
-class Exaone4Layer(Olmo2Layer):
-    """A layer with norms at its outputs, and attention that normalises each head."""
-
-    attention = Attention
 
 
 def exaone4_layers(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
@@ -767,6 +690,6 @@ EXAONE4 = Family(
     architecture="Exaone4ForCausalLM",
     flags={},
     sizes={"kv_heads": 32, "eps": 1e-5},
-    always={"qk_norm": True, "layer": Exaone4Layer},
+    always={"qk_norm": True, "layer": Olmo2Layer},
     more=exaone4_layers,
 )

@@ -5,7 +5,7 @@ A layer of linear attention has a state instead of keys and values of all tokens
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from megatrain_jax._src.lm.models.families.deepseek import (
     GroupedRouting,
     OuterBiasMixture,
 )
-from megatrain_jax._src.lm.models.families.dense import Olmo2Layer
+from megatrain_jax._src.lm.models.families.dense import Olmo2Layer, WideNormAttention
 from megatrain_jax._src.lm.models.families.mixtures import GatedSharedMixture
 from megatrain_jax._src.lm.models.families.qwen_vision import read_vision
 from megatrain_jax._src.lm.models.family import Family, multimodal_family
@@ -29,7 +29,6 @@ from megatrain_jax._src.lm.models.layers import (
     Attention,
     Heads,
     HiddenStates,
-    Layer,
     Linear,
     Segments,
     make_norm,
@@ -202,39 +201,14 @@ class GatedAttention(Attention):
         return self.o_proj(mixed.reshape(*x.shape[:2], -1))
 
 
-class HybridLayer(Layer):
-    """Linear attention or attention, then an MLP or experts.
-
-    Attributes:
-        linear: Class of linear attention.
-    """
-
-    attention = GatedAttention
-    linear: ClassVar[type[Any]] = GatedDeltaNet
-    mixture = GatedSharedMixture
-
-    def make_mixer(self, config: DecoderOptions, layer: int, make: ParameterMaker) -> None:
-        """Makes one of the two, under its name in the files."""
-        self.is_linear = layer in config.options.layers
-        if self.is_linear:
-            self.linear_attn = self.linear(config, make)
-        else:
-            super().make_mixer(config, layer, make)
-
-    def mix(self, x: HiddenStates, rotation: Rotation | None, segments: Segments) -> HiddenStates:
-        """Returns the result of the layer's own part."""
-        if self.is_linear:
-            return self.linear_attn(x, segments)
-        return super().mix(x, rotation, segments)
+_KINDS = {"linear_attention": True, "full_attention": False}
 
 
 def _qwen3_next(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     num_layers = sizes["num_layers"]
     step = fields.integer("full_attention_interval", 4)
-    kinds = {"linear_attention": True, "full_attention": False}
-    types = fields.listed("layer_types", str, "names")
-    types = types or [[*kinds][(i + 1) % step == 0] for i in range(num_layers)]
-    linear = hf_common.layers_of_kind("layer_types", types, kinds, num_layers)
+    types = [[*_KINDS][(i + 1) % step == 0] for i in range(num_layers)]
+    linear = hf_common.layers_of_kind(fields, "layer_types", _KINDS, types, num_layers)
     options = LinearAttentionOptions(
         layers=linear,
         key_heads=fields.integer("linear_num_key_heads", 16),
@@ -260,7 +234,13 @@ QWEN3_NEXT = Family(
         "norm_topk_prob": True,
         "sparse": True,
     },
-    always={"norm_offset": 1.0, "qk_norm": True, "layer": HybridLayer},
+    always={
+        "norm_offset": 1.0,
+        "qk_norm": True,
+        "attention": GatedAttention,
+        "linear": GatedDeltaNet,
+        "mixture": GatedSharedMixture,
+    },
     more=_qwen3_next,
     kept=("mtp.",),
 )
@@ -281,12 +261,6 @@ class SeparateDeltaNet(GatedDeltaNet):
         return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
 
 
-class Qwen35Layer(HybridLayer):
-    """A layer with this linear attention."""
-
-    linear = SeparateDeltaNet
-
-
 # Qwen3.5: Qwen3-Next's layers with separate projections instead of fused ones, beside a vision
 # tower. Positions in images don't affect text; layers that predict further tokens (`mtp`) are kept
 # unchanged.
@@ -304,7 +278,7 @@ QWEN3_5_TEXT = replace(
     sizes={"kv_heads": 4, "head_dim": 256},
     rope={"share": 0.25, "images": True},
     experts=None,
-    always={**QWEN3_NEXT.always, "layer": Qwen35Layer},
+    always={**QWEN3_NEXT.always, "linear": SeparateDeltaNet},
 )
 # Transformers has no fields for two further neutral ones: every layer has experts, and their shares
 # sum to 1.
@@ -423,12 +397,9 @@ def olmo_hybrid_layer(config: DecoderOptions, layer: int, make: ParameterMaker) 
 
 def _olmo_hybrid(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     num_layers = sizes["num_layers"]
-    kinds = {"linear_attention": True, "full_attention": False}
-    types = fields.listed("layer_types", str, "names")
-    if types is None:
-        types = [[*kinds][i % 4 == 3] for i in range(num_layers)]
-        types = types if "full_attention" in types else [*types[:-1], "full_attention"]
-    linear = hf_common.layers_of_kind("layer_types", types, kinds, num_layers)
+    types = [[*_KINDS][i % 4 == 3] for i in range(num_layers)]
+    types = types if "full_attention" in types else [*types[:-1], "full_attention"]
+    linear = hf_common.layers_of_kind(fields, "layer_types", _KINDS, types, num_layers)
     if not 0 < len(linear) < num_layers:
         raise ValueError("`layer_types` of an olmo_hybrid must have both kinds of layers")
     heads = [fields.integer(f"linear_num_{name}_heads", None) for name in ("key", "value")]
@@ -463,7 +434,11 @@ OLMO_HYBRID = Family(
     scorer=None,
     unread="linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor",
     rope=None,
-    always={"norm_in_fp32": True, "layer": olmo_hybrid_layer},
+    always={
+        "norm_in_fp32": True,
+        "layer": olmo_hybrid_layer,
+        "attention": WideNormAttention,
+    },
     more=_olmo_hybrid,
 )
 
@@ -499,11 +474,7 @@ class ShortConvolution(nnx.Module):
         return self.out_proj(after * self.conv(before * x, segments))
 
 
-class Lfm2Layer(HybridLayer):
-    """A convolution or attention, then an MLP."""
-
-    attention = Attention
-    linear = ShortConvolution
+_CONVOLVED = {"conv": True, "full_attention": False}
 
 
 def _inside(fields: Fields, given: int) -> int:
@@ -519,14 +490,10 @@ def _inside(fields: Fields, given: int) -> int:
 
 def _lfm2(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     num_layers = sizes["num_layers"]
-    types = fields.listed("layer_types", str, "names")
     indices = fields.listed("full_attn_idxs", int, "integers")
-    if types is None:
-        attends = set(range(num_layers) if indices is None else indices)
-        layers = tuple(i for i in range(num_layers) if i not in attends)
-    else:
-        kinds = {"conv": True, "full_attention": False}
-        layers = hf_common.layers_of_kind("layer_types", types, kinds, num_layers)
+    attends = range(num_layers) if indices is None else indices
+    types = ["full_attention" if i in attends else "conv" for i in range(num_layers)]
+    layers = hf_common.layers_of_kind(fields, "layer_types", _CONVOLVED, types, num_layers)
     return {
         "intermediate_size": _inside(fields, sizes["intermediate_size"]),
         "tie_embeddings": fields.flag("tie_embedding", sizes["tie_embeddings"]),
@@ -559,7 +526,7 @@ LFM2 = Family(
     "block_out_init_scale block_use_xavier_init conv_use_xavier_init",
     sizes={**_LFM2_SIZES, "intermediate_size": 12_288},
     rope={"theta": 1_000_000.0},
-    always={"qk_norm": True, "layer": Lfm2Layer},
+    always={"qk_norm": True, "linear": ShortConvolution},
     more=_lfm2,
     renames={
         "norm": "embedding_norm",
@@ -588,27 +555,19 @@ class Lfm2Mixture(OuterBiasMixture):
     least = 1e-6
 
 
-class Lfm2MoeLayer(Lfm2Layer):
-    """A convolution or attention, then an MLP or experts."""
-
-    mixture = Lfm2Mixture
-
-
 def _lfm2_moe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     num_layers = sizes["num_layers"]
-    types = fields.listed("layer_types", str, "names") or []
-    layers = hf_common.layers_of_kind(
-        "layer_types", types, {"conv": True, "full_attention": False}, num_layers
-    )
+    layers = hf_common.layers_of_kind(fields, "layer_types", _CONVOLVED, [], num_layers)
     experts = hf_common.experts(
         fields,
-        ("num_experts", "num_experts"),
+        sizes,
+        names=("num_experts", "num_experts"),
         num=32,
         per_token=4,
-        intermediate_size=fields.integer("moe_intermediate_size", 1792),
-        normalize=fields.flag("norm_topk_prob", True),
-        layers=tuple(range(fields.integer("num_dense_layers", 2, least=0), num_layers)),
-        balance=0.0,
+        inside=1792,
+        norm_topk_prob=True,
+        layers=range(fields.integer("num_dense_layers", 2, least=0), num_layers),
+        balance=None,
     )
     return {
         "tie_embeddings": fields.flag("tie_embedding", sizes["tie_embeddings"]),
@@ -633,7 +592,7 @@ LFM2_MOE = replace(
     neutral={"use_expert_bias": True},
     unread="",
     sizes={**_LFM2_SIZES, "intermediate_size": 7168},
-    always={"qk_norm": True, "layer": Lfm2MoeLayer},
+    always={**LFM2.always, "mixture": Lfm2Mixture},
     more=_lfm2_moe,
     renames={**LFM2.renames, "e_score_correction_bias": "expert_bias"},
 )

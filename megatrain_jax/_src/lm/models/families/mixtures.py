@@ -21,7 +21,6 @@ from megatrain_jax._src.lm.models.layers import (
     Buffer,
     Heads,
     HiddenStates,
-    Layer,
     Linear,
     MixtureOfExperts,
     Segments,
@@ -58,12 +57,6 @@ MIXTRAL = Family(
 )
 
 
-class OlmoeLayer(Layer):
-    """A layer that normalises queries and keys over all heads together."""
-
-    attention = WideNormAttention
-
-
 # OLMoE: experts in all layers, and norms of queries and keys over all heads together. Transformers'
 # norm of the queries is as wide as the hidden states.
 OLMOE = Family(
@@ -78,7 +71,7 @@ OLMOE = Family(
         "per_token": 8,
         "balance": 0.01,
     },
-    always={"layer": OlmoeLayer},
+    always={"attention": WideNormAttention},
 )
 
 
@@ -96,21 +89,12 @@ class GatedSharedMixture(MixtureOfExperts):
         return mixed + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
 
 
-class Qwen2MoeLayer(Layer):
-    """A layer with experts, and a gated expert that all tokens share."""
-
-    mixture = GatedSharedMixture
-
-
 def _qwen2_moe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     # A window may be given but unused. If it is used, every second one of the first layers has it.
     used, size = fields.flag("use_sliding_window", False), hf_common.window(fields)
     window, first = size if used else None, fields.integer("max_window_layers", 28, least=0)
-    types = [
-        "sliding_attention" if window and i % 2 == 0 and i < first else "full_attention"
-        for i in range(sizes["num_layers"])
-    ]
-    return {"windows": hf_common.windows_by_type(fields, types, window)}
+    windowed = [window and i % 2 == 0 and i < first for i in range(sizes["num_layers"])]
+    return {"windows": hf_common.windows_by_type(fields, windowed, window)}
 
 
 # Qwen 1.5 and 2 with experts, plus one shared expert for all tokens.
@@ -121,7 +105,7 @@ QWEN2_MOE = Family(
     sizes={"kv_heads": 16},
     flags={"qkv_bias": (True, "qkv_bias")},
     experts={"num": 60, "per_token": 4, "inside": 1408, "shared": 5632, "sparse": True},
-    always={"layer": Qwen2MoeLayer},
+    always={"mixture": GatedSharedMixture},
     more=_qwen2_moe,
 )
 
@@ -169,12 +153,6 @@ class InFirstMixture(MixtureOfExperts):
         return self.experts.gate_up_proj[...], self.experts.down_proj[...]
 
 
-class Qwen3VLMoeLayer(Layer):
-    """A layer whose experts are laid out (experts, in, out)."""
-
-    mixture = InFirstMixture
-
-
 # Qwen3-VL with experts: Transformers has no field for the shares, which always sum to 1.
 QWEN3_VL_MOE = multimodal_family(
     Family(
@@ -184,7 +162,7 @@ QWEN3_VL_MOE = multimodal_family(
         sizes={"kv_heads": 16},
         rope={"theta": 500_000.0, "images": True},
         experts={"num": 60, "per_token": 4, "inside": 1408, "normalize": True, "sparse": True},
-        always={"qk_norm": True, "layer": Qwen3VLMoeLayer},
+        always={"qk_norm": True, "mixture": InFirstMixture},
         stacked=True,
     ),
     model_type="qwen3_vl_moe",
@@ -209,13 +187,6 @@ class MiniMaxMixture(MixtureOfExperts):
         bias = self.e_score_correction_bias[...]
         chosen, shares = route_biased(jax.nn.sigmoid(logits), bias, self.settings)
         return chosen, shares, jax.nn.softmax(logits, axis=-1)
-
-
-class MiniMaxLayer(Layer):
-    """A layer with experts chosen by biased scores, and norms over all heads together."""
-
-    attention = WideNormAttention
-    mixture = MiniMaxMixture
 
 
 def _minimax_m2(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +215,7 @@ MINIMAX_M2 = Family(
     sizes={"kv_heads": 8, "head_dim": 128},
     rope=None,
     experts={"num": 256, "per_token": 8, "normalize": True},
-    always={"layer": MiniMaxLayer},
+    always={"attention": WideNormAttention, "mixture": MiniMaxMixture},
     more=_minimax_m2,
     renames=MIXTRAL.renames,
 )
@@ -323,13 +294,6 @@ def _clamped(alpha: float, limit: float) -> Expert:
     return expert
 
 
-class GptOssLayer(Layer):
-    """A layer with attention sinks and biased experts."""
-
-    attention = GptOssAttention
-    mixture = GptOssMixture
-
-
 def _gpt_oss(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     return {
         "windows": hf_common.windows_by_step(fields, 2, hf_common.window(fields, 128)),
@@ -363,7 +327,7 @@ GPT_OSS = Family(
         "per_token": 4,
         "normalize": True,
     },
-    always={"layer": GptOssLayer},
+    always={"attention": GptOssAttention, "mixture": GptOssMixture},
     more=_gpt_oss,
     stacked=True,
 )
@@ -401,10 +365,6 @@ class ErnieMixture(MixtureOfExperts):
         size = experts.shared_size
         self.shared_experts = None if size is None else MLP(config, make, size)
 
-    def with_shared(self, mixed: HiddenStates, x: HiddenStates) -> HiddenStates:
-        """Adds the shared experts' result."""
-        return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
-
     def route(self, tokens: Float[Array, "tokens width"]) -> Routed:
         """Returns each token's experts, their shares, and the probabilities of all experts."""
         weight = self.gate.weight[...].astype(jnp.float32)
@@ -414,31 +374,25 @@ class ErnieMixture(MixtureOfExperts):
         return chosen, shares.astype(tokens.dtype), probabilities
 
 
-class ErnieLayer(Layer):
-    """A layer with experts chosen by biased probabilities."""
-
-    mixture = ErnieMixture
-
-
 def _ernie4_5_moe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     num_layers = sizes["num_layers"]
     first = fields.integer("moe_layer_start_index", 1, least=0)
     step = fields.integer("moe_layer_interval", 1)
     last = fields.integer("moe_layer_end_index", -1, least=-1)
     last = num_layers - 1 if last == -1 else min(last, num_layers - 1)
-    inside = fields.integer("moe_intermediate_size", 1536)
     return {
         "head_bias": sizes["mlp_bias"],
         "options": ErnieRouting(least=fields.number("moe_norm_min", 1e-12, least=0)),
         "experts": hf_common.experts(
             fields,
-            ("num_experts", "moe_num_experts"),
+            sizes,
+            names=("num_experts", "moe_num_experts"),
             num=64,
             per_token=fields.integer("moe_k", 6),
-            intermediate_size=inside,
-            shared_size=inside * fields.integer("moe_num_shared_experts", 2, least=0) or None,
+            inside=1536,
+            num_shared=("moe_num_shared_experts", 2, 0),
             normalize=True,
-            layers=tuple(i for i in range(first, last + 1) if (i + 1) % step == 0),
+            layers=[i for i in range(first, last + 1) if (i + 1) % step == 0],
         ),
     }
 
@@ -453,7 +407,7 @@ ERNIE4_5_MOE = Family(
     sizes={"kv_heads": 4, "eps": 1e-5, "tied": True},
     flags=ERNIE4_5.flags,
     rope=ERNIE4_5.rope,
-    always={"layer": ErnieLayer},
+    always={"mixture": ErnieMixture},
     more=_ernie4_5_moe,
     kept=("model.mtp",),
 )
@@ -541,16 +495,8 @@ class Llama4MLP(MLP):
         super().__init__(config, make, config.options.dense_size)
 
 
-class Llama4Layer(Layer):
-    """A layer with attention within chunks or to all tokens, and experts or an MLP."""
-
-    attention = Llama4Attention
-    dense = Llama4MLP
-    mixture = Llama4Mixture
-
-
 def _llama4(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
-    num_layers, inside = sizes["num_layers"], sizes["intermediate_size"]
+    num_layers = sizes["num_layers"]
     given = fields.listed("no_rope_layers", int, "integers") or None
     rotated = hf_common.rotated_layers(fields, given, num_layers)
     step = fields.integer("interleave_moe_layer_step", 1)
@@ -558,13 +504,11 @@ def _llama4(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     sparse = range(step - 1, num_layers, step) if sparse is None else sparse
     chunk = fields.integer("attention_chunk_size", 8192, null=True)
     kinds = {"full_attention": False} | ({} if chunk is None else {"chunked_attention": True})
-    types = fields.listed("layer_types", str, "names")
-    if types is None:
-        types = [[*kinds][rotates and chunk is not None] for rotates in rotated]
+    types = [[*kinds][rotates and chunk is not None] for rotates in rotated]
     growth = fields.number("attn_scale", 0.1, least=0)
     options = Llama4Options(
         chunk=chunk,
-        chunked=hf_common.layers_of_kind("layer_types", types, kinds, num_layers),
+        chunked=hf_common.layers_of_kind(fields, "layer_types", kinds, types, num_layers),
         unit_heads=fields.flag("use_qk_norm", True),
         growth=growth if fields.flag("attn_temperature_tuning", True) else 0.0,
         span=fields.integer("floor_scale", 8192),
@@ -575,14 +519,14 @@ def _llama4(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         "options": options,
         "experts": hf_common.experts(
             fields,
-            ("num_local_experts", "num_local_experts"),
+            sizes,
+            names=("num_local_experts", "num_local_experts"),
             num=16,
             per_token=1,
-            intermediate_size=inside,
-            shared_size=inside,
+            shared_size=sizes["intermediate_size"],
             normalize=False,
-            layers=tuple(sorted({i for i in sparse if 0 <= i < num_layers})),
-            balance=0.0,
+            layers=sorted({i for i in sparse if 0 <= i < num_layers}),
+            balance=None,
         ),
     }
 
@@ -598,7 +542,7 @@ LLAMA4 = Family(
     unread="router_aux_loss_coef for_llm_compressor",
     sizes={"kv_heads": 8, "head_dim": 128, "eps": 1e-5},
     rope={"theta": 500_000.0, "interleaved": True},
-    always={"layer": Llama4Layer},
+    always={"attention": Llama4Attention, "dense": Llama4MLP, "mixture": Llama4Mixture},
     more=_llama4,
     stacked=True,
     renames={"mlp": "feed_forward"},

@@ -23,7 +23,7 @@ from megatrain_jax._src.lm.models.families.deepseek import (
     grouped_experts,
 )
 from megatrain_jax._src.lm.models.families.dense import granite_scales
-from megatrain_jax._src.lm.models.families.hybrids import Convolution, HybridLayer
+from megatrain_jax._src.lm.models.families.hybrids import Convolution
 from megatrain_jax._src.lm.models.family import ATTENTION_BIAS, MLP_BIAS, Family
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.layers import (
@@ -32,6 +32,7 @@ from megatrain_jax._src.lm.models.layers import (
     ExpertMatrix,
     FusedMLP,
     HiddenStates,
+    Layer,
     Linear,
     MixtureOfExperts,
     PlainMLP,
@@ -157,11 +158,9 @@ class GraniteHybridOptions(StateSpaceOptions):
     """Options of Granite 4's layers, in addition to the state-space ones.
 
     Attributes:
-        residual_scale: Factor of a layer's two outputs before they are added.
         shared_size: Width inside the MLP.
     """
 
-    residual_scale: float
     shared_size: int
 
 
@@ -202,18 +201,14 @@ class GraniteMixture(MixtureOfExperts):
         return self.gate_up_proj(), self.down_proj()
 
 
-class GraniteHybridLayer(HybridLayer):
+class GraniteHybridLayer(Layer):
     """A state-space layer or attention, then an MLP and perhaps experts, side by side."""
-
-    attention = Attention
-    linear = StateSpace
-    dense = SharedMLP
 
     def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
         """Makes the parameters of one layer."""
         # Experts are beside the MLP, not in place of it.
         super().__init__(replace(config, experts=None), layer, make)
-        self.residual_scale, experts = config.options.residual_scale, config.experts
+        experts = config.experts
         self.block_sparse_moe = None if experts is None else GraniteMixture(config, experts, make)
 
     def feed_forward(
@@ -225,10 +220,6 @@ class GraniteHybridLayer(HybridLayer):
             routed, tally = self.block_sparse_moe(x, segments)
             mixed = routed + mixed
         return mixed, tally
-
-    def added(self, y: HiddenStates) -> HiddenStates:
-        """Scales a part's result."""
-        return y * self.residual_scale
 
 
 def read_state_space(fields: Fields, inside: int) -> dict[str, Any]:
@@ -273,36 +264,27 @@ def _limits(fields: Fields) -> tuple[float, float]:
 def _granitemoehybrid(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     num_layers = sizes["num_layers"]
     kinds = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
-    second = fields.listed("layers_block_type", str, "names")
-    types = fields.listed("layer_types", str, "names") or second or ["mamba"] * num_layers
-    linear = hf_common.layers_of_kind("layer_types", types, kinds, num_layers)
+    types = fields.listed("layers_block_type", str, "names") or ["mamba"] * num_layers
+    linear = hf_common.layers_of_kind(fields, "layer_types", kinds, types, num_layers)
     state_space = read_state_space(fields, fields.integer("mamba_expand", 2) * sizes["hidden_size"])
     positions = fields.take("position_embedding_type", None)
     if not isinstance(positions, str | None):
         raise TypeError(checks.refused("position_embedding_type", "a string or null", positions))
     num = fields.integer("num_local_experts", 8, least=0)
-    per_token = fields.take("num_experts_per_tok", 2)
-    balance = fields.number("router_aux_loss_coef", 0.001, least=0)
+    for name in ("num_experts_per_tok", "router_aux_loss_coef"):
+        fields.take(name, None)  # have no effect without experts
     experts = None
     if num:
-        experts = hf_common.experts(
-            fields,
-            ("num_local_experts", "num_local_experts"),
-            num=num,
-            per_token=per_token,
-            intermediate_size=sizes["intermediate_size"],
-            normalize=True,
-            layers=tuple(range(num_layers)),
-            balance=balance,
-        )
+        names = ("num_local_experts", "num_local_experts")
+        usual = {"num": num, "per_token": 2, "normalize": True}
+        experts = hf_common.experts(fields, sizes, names=names, **usual)
     return {
-        **granite_scales(fields),
+        **granite_scales(fields, sizes),
         "unrotated": linear if positions == "rope" else tuple(range(num_layers)),
         "experts": experts,
         "options": GraniteHybridOptions(
             layers=linear,
             out_bias=state_space["in_bias"],
-            residual_scale=fields.number("residual_multiplier", 1.0, above=0),
             shared_size=fields.integer("shared_intermediate_size", 1024),
             **state_space,
         ),
@@ -317,7 +299,7 @@ GRANITEMOEHYBRID = Family(
     scorer=None,
     neutral={"normalization_function": "rmsnorm"},
     unread="init_method",
-    always={"layer": GraniteHybridLayer},
+    always={"layer": GraniteHybridLayer, "linear": StateSpace, "dense": SharedMLP},
     more=_granitemoehybrid,
     stacked=True,
     renames={
@@ -574,7 +556,7 @@ def _nemotron_h(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 
     def layers(kind: str) -> tuple[int, ...]:
         known = {name: name == kind for name in _NEMOTRON_H_KINDS}
-        return hf_common.layers_of_kind("layers_block_type", kinds, known, num_layers)
+        return hf_common.chosen_layers("layers_block_type", kinds, known, num_layers)
 
     heads, groups = fields.integer("mamba_num_heads", 128), fields.integer("n_groups", 8)
     if heads % groups:
@@ -582,6 +564,7 @@ def _nemotron_h(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     fields.neutral(attention_head_dim=sizes["head_dim"])
     found = grouped_experts(
         fields,
+        sizes,
         per_token=2,
         layers=layers("moe"),
         moe_intermediate_size=7688,
