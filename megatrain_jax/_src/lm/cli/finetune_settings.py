@@ -65,7 +65,7 @@ def objectives_with(option: str) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneSettings(run_settings.TrainingSettings):
+class FinetuneSettings(run_settings.TrainingSettings, run_settings.AdapterSettings):
     """Fine-tunes a checkpoint and exports it for Transformers; the same command resumes the run.
 
     Attributes:
@@ -101,8 +101,6 @@ class FinetuneSettings(run_settings.TrainingSettings):
         leading: Treatment of assistant turns before the first user turn.
         trainable: Name, or regular expression, in the paths of trained parameters, one or several;
             default: all. With adapters, parameters to train beside them.
-        frozen: Form of frozen parameters at rest, "nf4" for 4 bits as in QLoRA; default: the
-            masters' form, or with adapters bfloat16 if the checkpoint is.
         adapter: Folder of adapters (LoRA) for the model, of this command or of PEFT, to go on
             training them.
         lora_rank: Rank of fresh adapters, which are trained instead of all parameters; null for
@@ -112,7 +110,6 @@ class FinetuneSettings(run_settings.TrainingSettings):
             distill; other objectives train without dropout, as TRL does.
         lora_rslora: Whether to divide by the square root of the rank instead.
         lora_dora: Whether to train the norms of matrices' rows, too (DoRA).
-        lora_targets: Regular expression on paths of the matrices that have adapters.
         lora_modules_to_save: Modules to train whole beside fresh adapters and to save with them,
             such as embed_tokens and lm_head, one or several.
         learning_rate: Highest learning rate; default: 1e-5, and 1e-4 for adapters with sft, distill
@@ -143,15 +140,11 @@ class FinetuneSettings(run_settings.TrainingSettings):
     neftune_noise_alpha: float | None = None
     merge: str | None = None
     leading: Literal["error", "keep", "drop"] = "error"
-    trainable: list[str] | str | None = None
-    frozen: run_settings.Frozen | None = None
     adapter: str | None = None
-    lora_rank: int | None = None
     lora_alpha: float = 32.0
     lora_dropout: float = 0.0
     lora_rslora: bool = False
     lora_dora: bool = False
-    lora_targets: str = "layers/.*_proj"
     lora_modules_to_save: list[str] | str | None = None
     export_as: Literal["model", "adapter", "both"] | None = None
 

@@ -8,7 +8,7 @@ from megatrain_jax._src.lm.cli import run_settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoSettings(run_settings.RunSettings):
+class GrpoSettings(run_settings.RunSettings, run_settings.AdapterSettings):
     """Trains a checkpoint by rewards of its own completions (GRPO); the same command resumes.
 
     Attributes:
@@ -38,14 +38,9 @@ class GrpoSettings(run_settings.RunSettings):
         mask_truncated_completions: Whether completions of maximum length don't count in the loss.
         log_completions: Add the first prompt's completions to the logs after each multiple of this
             number of steps; 0 for never.
-        trainable: Name, or regular expression, in the paths of trained parameters, one or several;
-            default: all.
         frozen: Form of frozen parameters at rest, also of a stored reference; default: int8 for a
             reference, else the masters' form, or with adapters bfloat16 if the checkpoint is.
-        lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
-            none.
         lora_alpha: Scale of adapters, divided by the rank.
-        lora_targets: Regular expression on paths of the matrices that have adapters.
         learning_rate: Highest learning rate; default: 1e-6, and 1e-5 for adapters.
         export: When to export, when the run has finished or never.
         export_as: Export of a run with adapters - a folder for PEFT (adapter), the merged model
@@ -72,11 +67,7 @@ class GrpoSettings(run_settings.RunSettings):
     num_iterations: int = 1
     mask_truncated_completions: bool = False
     log_completions: int = 0
-    trainable: list[str] | str | None = None
-    frozen: run_settings.Frozen | None = None
-    lora_rank: int | None = None
     lora_alpha: float = 32.0
-    lora_targets: str = "layers/.*_proj"
     warmup: float = 0.0
     decay: run_settings.Decay = "constant"
     b2: float = 0.999

@@ -1,7 +1,7 @@
 """The settings of the commands that don't train: `plan`, `chat` and `merge`."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.sizes import counted, rate_of, read_and_write_rates
@@ -10,7 +10,7 @@ from megatrain_jax._src.lm.cli.catalogue import config_values
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings(run_settings.Settings):
+class PlanSettings(run_settings.StepSettings, run_settings.AdapterSettings):
     """Plans a training run on any machine; without --tokens, finds the largest run that fits.
 
     Attributes:
@@ -27,34 +27,15 @@ class PlanSettings(run_settings.Settings):
         host: Host memory in bytes, or such as 512GiB; default: this machine's or a typical host's.
         tokens: Tokens per step, over all GPUs; without it, the largest sizes that fit.
         length: Tokens of a row.
-        microbatches: Equal parts that each batch is cut into; auto lets the plan choose.
-        precision: Forms of masters, optimizer state and computation together: compact has masters
-            in bfloat16 and state in int8, two_bytes int8 and int4; the other names are a compute
-            dtype. The next four options override parts of it.
-        state: Form of optimizer state at rest; default: that of `precision`, or float32.
-        master: Form of the masters at rest; default: that of `precision`, or float32.
-        sums: Form of sums of gradients over microbatches.
         compute: dtype of the computation; default: that of `precision`, or bfloat16, or float16 on
             a GPU without bfloat16.
-        products: Form of large products with parameters, or float8-all for small ones, too;
-            default: as `compute`.
-        optimizer: adamw, lion, muon, adafactor or sgd; or module:function, a function from the
-            learning rate and optimizer_options to an Optax optimizer.
-        optimizer_options: Further keywords of the optimizer in Optax, such as {momentum: 0.9}.
-        clip: Maximum global norm of the gradients; null for no clipping.
         ema_decay: Decay of a moving average of the trained parameters; default: no average.
-        trainable: Name, or regular expression, in the paths of trained parameters, one or several;
-            default: all.
         frozen: Form of frozen parameters at rest, "nf4" for 4 bits as in QLoRA; default: the
             masters' form, or with adapters bfloat16, unless the model's config.json has another
             dtype.
-        lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
-            none.
         lora_dora: Whether to train the norms of matrices' rows, too (DoRA).
-        lora_targets: Regular expression on paths of the matrices that have adapters.
         lora_modules_to_save: Modules to train whole beside adapters, such as embed_tokens and
             lm_head, one or several.
-        device_budget: GPU memory for state and activations, such as 22GiB, or minimum.
         host_budget: Maximum host memory of the process, such as 200GiB; default: all that the host
             has.
     """
@@ -64,30 +45,13 @@ class PlanSettings(run_settings.Settings):
     gpus: int = 1
     hosts: int = 1
     network: str | None = None
-    state_per_process: bool = False
     disk: str | None = None
     host: int | str | None = None
     tokens: int | None = None
     length: int = 4096
-    microbatches: run_settings.Microbatches = 1
-    precision: run_settings.PrecisionName = "auto"
-    state: run_settings.State | None = None
-    master: run_settings.Master | None = None
-    sums: run_settings.Sums = "float32"
-    compute: run_settings.Compute | None = None
-    products: run_settings.Products | None = None
-    optimizer: str = "adamw"
-    optimizer_options: dict[str, Any] | None = None
-    clip: float | None = 1.0
     ema_decay: float | None = None
-    trainable: list[str] | str | None = None
-    frozen: run_settings.Frozen | None = None
-    lora_rank: int | None = None
     lora_dora: bool = False
-    lora_targets: str = "layers/.*_proj"
     lora_modules_to_save: list[str] | str | None = None
-    device_budget: int | str | None = None
-    host_budget: int | str | None = None
 
     def __post_init__(self) -> None:
         """Checks the sizes.
@@ -95,7 +59,8 @@ class PlanSettings(run_settings.Settings):
         Raises:
             ValueError: If one is out of range, or needs an option that is missing.
         """
-        self.check_each(checks.integer, "gpus hosts length microbatches lora_rank")
+        self.check_step()
+        self.check_each(checks.integer, "gpus hosts length lora_rank")
         if self.network is not None:
             rate_of("network", self.network)
         if self.disk is not None:
@@ -103,8 +68,6 @@ class PlanSettings(run_settings.Settings):
         self.check_use("network state_per_process", self.hosts > 1, "several hosts: set `hosts`")
         if self.microbatches == "auto" and self.tokens is None:
             raise ValueError("`microbatches`=auto needs `tokens`: any batch fits in small parts")
-        run_settings.check_optimizer(self.optimizer)
-        self.check_each(checks.number, "clip", above=0)
         self.check_each(checks.number, "ema_decay", least=0)
         self.check_use(
             "frozen",
@@ -148,8 +111,7 @@ class PlanSettings(run_settings.Settings):
     @property
     def least_rows(self) -> int:
         """Rows of the smallest batch that GPUs and microbatches can share."""
-        parts = 1 if isinstance(self.microbatches, str) else self.microbatches
-        return self.num_gpus * parts
+        return self.num_gpus * self.least_microbatches
 
     @property
     def num_gpus(self) -> int:

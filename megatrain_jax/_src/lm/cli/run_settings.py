@@ -93,29 +93,14 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Settings):
-    """Trains; the same command resumes the run.
+class StepSettings(Settings):
+    """The settings of a training step, planned or run.
 
     Attributes:
-        data: Files, folders, patterns such as chats/*.jsonl.gz, and datasets on the Hugging Face
-            Hub such as HuggingFaceH4/ultrachat_200k:train_sft, one or a list.
-        out: Folder of the run, for checkpoints, exports, logs and the report.
-        invalid: Treatment of unusable rows.
-        columns: Names of the data's columns that differ from those of known formats, such as
-            {prompt: task, completion: reply}.
-        microbatches: Equal parts that each batch is cut into; auto lets the plan choose, once for a
-            run.
+        microbatches: Equal parts that each batch is cut into; auto lets the plan choose.
         optimizer: adamw, lion, muon, adafactor or sgd; or module:function, a function from the
             learning rate and optimizer_options to an Optax optimizer.
         optimizer_options: Further keywords of the optimizer in Optax, such as {eps: 1e-6}.
-        learning_rate: Highest learning rate; default: 1e-5. That is for adamw, and also for muon
-            and adafactor; lion needs a third to a tenth of it, sgd far more.
-        warmup: Fraction of the steps in which the learning rate rises, from above 0.
-        decay: How the learning rate falls afterwards.
-        final_rate: Fraction of the highest learning rate at the end of the decay.
-        weight_decay: Weight decay, multiplied by the learning rate.
-        b1: Decay of the mean of gradients, in adamw, lion and muon's adamw.
-        b2: Decay of the mean of their squares; in lion, of its momentum.
         clip: Maximum global norm of the gradients; null for no clipping.
         precision: Forms of masters, optimizer state and computation together: compact has masters
             in bfloat16 and state in int8, two_bytes int8 and int4; the other names are a compute
@@ -128,6 +113,86 @@ class RunSettings(Settings):
         products: Form of large products with parameters, or float8-all for small ones, too;
             default: as `compute`.
         device_budget: GPU memory for state and activations, such as 22GiB, or minimum.
+        host_budget: Maximum host memory of the process, such as 200GiB; default: all that is
+            available.
+        state_per_process: Whether each of several processes holds all state instead of a share:
+            gradients then cross the network once per step, and weights never. Best with one process
+            per host.
+    """
+
+    microbatches: Microbatches = 1
+    optimizer: str = "adamw"
+    optimizer_options: dict[str, Any] | None = None
+    clip: float | None = 1.0
+    precision: PrecisionName = "auto"
+    state: State | None = None
+    master: Master | None = None
+    sums: Sums = "float32"
+    compute: Compute | None = None
+    products: Products | None = None
+    device_budget: int | str | None = None
+    host_budget: int | str | None = None
+    state_per_process: bool = False
+
+    def check_step(self) -> None:
+        """Checks these settings.
+
+        Raises:
+            ValueError: If one is out of range.
+        """
+        self.check_each(checks.integer, "microbatches")
+        self.check_each(checks.number, "clip", above=0)
+        checks.device_budget(self.device_budget)
+        checks.num_bytes("host_budget", self.host_budget)
+        check_optimizer(self.optimizer)
+
+    @property
+    def least_microbatches(self) -> int:
+        """The number of microbatches; 1 if the plan chooses it."""
+        return 1 if isinstance(self.microbatches, str) else self.microbatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings(Settings):
+    """The settings of parameters that are not trained, and of adapters.
+
+    Attributes:
+        trainable: Name, or regular expression, in the paths of trained parameters, one or several;
+            default: all.
+        frozen: Form of frozen parameters at rest, "nf4" for 4 bits as in QLoRA; default: the
+            masters' form, or with adapters bfloat16 if the checkpoint is.
+        lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
+            none.
+        lora_targets: Regular expression on paths of the matrices that have adapters.
+    """
+
+    trainable: list[str] | str | None = None
+    frozen: Frozen | None = None
+    lora_rank: int | None = None
+    lora_targets: str = "layers/.*_proj"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(StepSettings):
+    """Trains; the same command resumes the run.
+
+    Attributes:
+        data: Files, folders, patterns such as chats/*.jsonl.gz, and datasets on the Hugging Face
+            Hub such as HuggingFaceH4/ultrachat_200k:train_sft, one or a list.
+        out: Folder of the run, for checkpoints, exports, logs and the report.
+        invalid: Treatment of unusable rows.
+        columns: Names of the data's columns that differ from those of known formats, such as
+            {prompt: task, completion: reply}.
+        microbatches: Equal parts that each batch is cut into; auto lets the plan choose, once for a
+            run.
+        learning_rate: Highest learning rate; default: 1e-5. That is for adamw, and also for muon
+            and adafactor; lion needs a third to a tenth of it, sgd far more.
+        warmup: Fraction of the steps in which the learning rate rises, from above 0.
+        decay: How the learning rate falls afterwards.
+        final_rate: Fraction of the highest learning rate at the end of the decay.
+        weight_decay: Weight decay, multiplied by the learning rate.
+        b1: Decay of the mean of gradients, in adamw, lion and muon's adamw.
+        b2: Decay of the mean of their squares; in lion, of its momentum.
         host_budget: Maximum host memory of the process, such as 200GiB; default: all that is
             available.
         disk_dir: Folder for the part of the state that the host's memory can't hold, or several of
@@ -154,9 +219,6 @@ class RunSettings(Settings):
     out: str
     invalid: Literal["error", "drop"] = "error"
     columns: dict[str, str] | None = None
-    microbatches: Microbatches = 1
-    optimizer: str = "adamw"
-    optimizer_options: dict[str, Any] | None = None
     learning_rate: float | None = None
     warmup: float = 0.03
     decay: Decay = "cosine"
@@ -164,18 +226,8 @@ class RunSettings(Settings):
     weight_decay: float = 0.0
     b1: float = 0.9
     b2: float = 0.95
-    clip: float | None = 1.0
-    precision: PrecisionName = "auto"
-    state: State | None = None
-    master: Master | None = None
-    sums: Sums = "float32"
-    compute: Compute | None = None
-    products: Products | None = None
-    device_budget: int | str | None = None
-    host_budget: int | str | None = None
     disk_dir: list[str] | str | None = None
     disk_budget: int | str | None = None
-    state_per_process: bool = False
     checkpoints: bool = True
     checkpoint_every: int | None = None
     keep: int = 1
@@ -202,16 +254,14 @@ class RunSettings(Settings):
             )
         if not self.sources:
             raise ValueError("`data` is empty: it names no file")
-        self.check_each(checks.integer, "keep log_every microbatches checkpoint_every")
+        self.check_step()
+        self.check_each(checks.integer, "keep log_every checkpoint_every")
         self.check_each(checks.integer, "seed", least=0)
-        self.check_each(checks.number, "learning_rate clip", above=0)
+        self.check_each(checks.number, "learning_rate", above=0)
         self.check_each(checks.number, "weight_decay", least=0)
         self.check_shares("warmup final_rate b1 b2")
-        checks.device_budget(self.device_budget)
-        checks.num_bytes("host_budget", self.host_budget)
         checks.num_bytes("disk_budget", self.disk_budget)
         self.check_use("disk_budget", self.disk_dir is not None, "a folder: set `disk_dir`")
-        check_optimizer(self.optimizer)
         self.check_use(
             "b1 b2",
             self.optimizer in ("adamw", "lion", "muon"),
@@ -235,11 +285,6 @@ class RunSettings(Settings):
     @property
     def _default_rate(self) -> float:
         return 1e-5
-
-    @property
-    def least_microbatches(self) -> int:
-        """The number of microbatches; 1 if the plan chooses it."""
-        return 1 if isinstance(self.microbatches, str) else self.microbatches
 
     @property
     def exports(self) -> tuple[str, ...]:

@@ -92,29 +92,38 @@ def attention(
             checks.number(name, value, above=0)
     if chunk is not None:
         segments = _in_chunks(segments, q.shape[:2], chunk)
-    length, head_dim = q.shape[1], q.shape[3]
-    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    length = q.shape[1]
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     # A window of the full length restricts nothing, and attention without a window is faster.
     if window is not None and window >= length:
         window = None
     if softcap is None and sinks is None and fits_cudnn(q, packed=segments is not None):
-        if segments is not None:
-            q, k, v = mark(q, k, v, segments, scale)
-        if trace_target().card is not None:
-            return attention_kernel.attend(q, k, v, window)[..., :head_dim]
-        mixed = jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            scale=scale,
-            is_causal=True,
-            local_window_size=None if window is None else (window - 1, 0),
-            implementation="cudnn",
-        )
-        return mixed[..., :head_dim]
+        return _by_cudnn(q, k, v, segments, scale, window, causal=True)
     piece = min(piece or piece_of(q.shape), length)
     spans = tuple(spans_of(length, piece))
     return in_spans(q, k, v, segments, sinks, spans, piece, window, softcap, scale)
+
+
+def _by_cudnn(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    segments: Segments | None,
+    scale: float,
+    window: int | None,
+    *,
+    causal: bool,
+) -> Queries:
+    """Computes attention by cuDNN, or in a plan as if by it; see `attention`."""
+    head_dim = q.shape[-1]
+    if segments is not None:
+        q, k, v = mark(q, k, v, segments, scale)
+    if trace_target().card is not None:
+        return attention_kernel.attend(q, k, v, window, causal=causal)[..., :head_dim]
+    sides = None if window is None else (window - 1, 0)
+    options: dict[str, Any] = {"is_causal": causal, "local_window_size": sides}
+    mixed = jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="cudnn", **options)
+    return mixed[..., :head_dim]
 
 
 def _in_chunks(segments: Segments | None, shape: tuple[int, ...], size: int) -> Segments | None:
@@ -354,16 +363,11 @@ def full_attention(
     Returns:
         An array with the shape and dtype of `q`; softmax is computed in fp32.
     """
-    scale, (length, _, head_dim) = 1 / math.sqrt(q.shape[-1]), q.shape[1:]
+    scale, length = 1 / math.sqrt(q.shape[-1]), q.shape[1]
     # Far fewer scores without cuDNN, which has windows only for causal attention.
     near = most if most is not None and _MAX_SPANS * most <= length else None
     if near is None and fits_cudnn(q, packed=segments is not None):
-        if segments is not None:
-            q, k, v = mark(q, k, v, segments, scale)
-        if trace_target().card is not None:
-            return attention_kernel.attend(q, k, v, None, causal=False)[..., :head_dim]
-        mixed = jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="cudnn")
-        return mixed[..., :head_dim]
+        return _by_cudnn(q, k, v, segments, scale, None, causal=False)
     keys = length if near is None else -(-length // _MAX_SPANS) + 2 * near
     piece = min(length, piece_of((q.shape[0], keys, *q.shape[2:])))
     spans = ((0, length),) if near is None else tuple(spans_of(length, piece))

@@ -23,7 +23,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.trees import finds
 from megatrain_jax._src.lm.models.arrays import check_array, check_counts, check_floating, check_ids
 from megatrain_jax._src.lm.models.config import DecoderConfig
-from megatrain_jax._src.lm.models.decoder_options import ParameterMaker
+from megatrain_jax._src.lm.models.decoder_options import ParameterMaker, Placed
 from megatrain_jax._src.lm.models.layers import Embedding, HiddenStates, Layer, Linear, make_norm
 from megatrain_jax._src.lm.models.moe import balancing_loss
 from megatrain_jax._src.lm.models.rotary import positions_in, rotation
@@ -163,8 +163,7 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = positions_in(tokens.shape[1], numbers)
         x = self.embed(tokens)
-        places: Any = positions
-        added: Sequence[Array] = ()
+        rows = Placed(x, numbers, positions)
         if pixel_values is not None:
             if (vision := self.config.vision) is None:
                 raise ValueError(
@@ -173,7 +172,8 @@ class Decoder(nnx.Module):
                 )
             images = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
             given = {name: array for name, array in images.items() if array is not None}
-            x, numbers, places, added = vision.place(self, x, tokens, numbers, positions, given)
+            rows = vision.place(self, tokens, rows, given)
+        x, numbers, places, added = rows
         ropes = [self.config.rope_of(i) for i in range(len(self.layers))]
         # Once for each rotary embedding, not for each layer: it depends only on positions.
         rotations = {rope: rope and rotation(rope, places) for rope in dict.fromkeys(ropes)}

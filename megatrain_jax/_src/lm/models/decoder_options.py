@@ -94,20 +94,17 @@ class VisionConfig(ABC):
     def place(
         self,
         decoder: Any,
-        x: Float[Array, "rows length width"],
         tokens: Integer[Array | np.ndarray, "rows length"],
-        segments: Integer[Array, "rows length"] | None,
-        positions: Integer[Array | np.ndarray, "rows length"],
+        rows: Placed,
         images: Mapping[str, Any],
     ) -> Placed:
         """Puts the vectors of images in their places.
 
         Args:
             decoder: The decoder, with the module `vision`.
-            x: The tokens' embeddings.
             tokens: The tokens.
-            segments: The document of each token; None if each row is one document.
-            positions: The position of each token in its document, as if there were no images.
+            rows: What layers would read if there were no images: the tokens' embeddings, documents
+                and positions.
             images: The arrays of a batch that hold images, by name.
 
         Raises:

@@ -33,14 +33,12 @@ class FixedImages(VisionConfig):
     def place(
         self,
         decoder: Any,
-        x: Float[Array, "rows length width"],
         tokens: Integer[Array | np.ndarray, "rows length"],
-        segments: Integer[Array, "rows length"] | None,
-        positions: Integer[Array | np.ndarray, "rows length"],
+        rows: Placed,
         images: Mapping[str, Any],
     ) -> Placed:
         """Puts the vectors of images in their places; see `VisionConfig`."""
-        pixels, numbers = images["pixel_values"], segments
+        pixels = images["pixel_values"]
         check_array("pixel_values", pixels, PIXELS, num_axes=5)
         if pixels.shape[0] != tokens.shape[0] or pixels.shape[2:] != self.pixels:
             raise ValueError(
@@ -49,11 +47,11 @@ class FixedImages(VisionConfig):
             )
         vectors = decoder.vision(jnp.asarray(pixels).reshape(-1, *self.pixels))
         vectors = vectors.reshape(*pixels.shape[:2], *vectors.shape[1:])
-        x = with_images(x, tokens, vectors, self.token)
-        if self.mutual:
-            own = image_numbers(tokens, self.token)
-            numbers: Any = ImageRows(segments, own, self.tokens_per_image)
-        return Placed(x, numbers, positions)
+        rows = rows._replace(x=with_images(rows.x, tokens, vectors, self.token))
+        if not self.mutual:
+            return rows
+        own = image_numbers(tokens, self.token)
+        return rows._replace(segments=ImageRows(rows.segments, own, self.tokens_per_image))
 
     def batch_shapes(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the arrays of a batch whose rows are full of images, for plans."""

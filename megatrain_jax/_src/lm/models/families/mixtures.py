@@ -424,7 +424,6 @@ class Llama4Options:
         growth: Queries at position p of layers that don't rotate get the factor 1 + growth * log(1
             + floor((p + 1) / span)); 0 for none.
         span: See `growth`.
-        dense_size: The width inside an MLP of layers without experts.
     """
 
     chunk: int | None
@@ -432,7 +431,6 @@ class Llama4Options:
     unit_heads: bool
     growth: float
     span: int
-    dense_size: int
 
 
 class Llama4Attention(Attention):
@@ -487,14 +485,6 @@ class Llama4Mixture(InFirstMixture):
         return mixed.reshape(x.shape) + self.shared_expert(x), None
 
 
-class Llama4MLP(MLP):
-    """The MLP of layers without experts."""
-
-    def __init__(self, config: DecoderOptions, make: ParameterMaker):
-        """Makes the parameters."""
-        super().__init__(config, make, config.options.dense_size)
-
-
 def _llama4(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     num_layers = sizes["num_layers"]
     given = fields.listed("no_rope_layers", int, "integers") or None
@@ -512,9 +502,9 @@ def _llama4(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         unit_heads=fields.flag("use_qk_norm", True),
         growth=growth if fields.flag("attn_temperature_tuning", True) else 0.0,
         span=fields.integer("floor_scale", 8192),
-        dense_size=fields.integer("intermediate_size_mlp", 16_384),
     )
     return {
+        "intermediate_size": fields.integer("intermediate_size_mlp", 16_384),
         "unrotated": tuple(i for i, rotates in enumerate(rotated) if not rotates),
         "options": options,
         "experts": hf_common.experts(
@@ -542,7 +532,7 @@ LLAMA4 = Family(
     unread="router_aux_loss_coef for_llm_compressor",
     sizes={"kv_heads": 8, "head_dim": 128, "eps": 1e-5},
     rope={"theta": 500_000.0, "interleaved": True},
-    always={"attention": Llama4Attention, "dense": Llama4MLP, "mixture": Llama4Mixture},
+    always={"attention": Llama4Attention, "mixture": Llama4Mixture},
     more=_llama4,
     stacked=True,
     renames={"mlp": "feed_forward"},

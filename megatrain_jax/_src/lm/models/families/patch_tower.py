@@ -69,6 +69,20 @@ class TowerConfig:
         return self.image_size // self.patch_size
 
 
+def own_options(decoder: DecoderOptions, tower: Any, **more: Any) -> DecoderOptions:
+    """Returns the options of a tower's blocks: those of the decoder that are not their own.
+
+    Args:
+        decoder: The decoder.
+        tower: The tower's sizes.
+        **more: Further options of the blocks.
+    """
+    names = ("hidden_size", "intermediate_size", "num_heads", "activation")
+    sizes = {name: getattr(tower, name) for name in names} | {"num_kv_heads": tower.num_heads}
+    norms = {"norm_offset": 0.0, "norm_in_fp32": False, "norm_bias": True}
+    return replace(decoder, **sizes, **norms, **more)
+
+
 class PatchEmbedding(nnx.Module):
     """A product with each patch: a convolution without overlap, (out, channels, size, size)."""
 
@@ -177,21 +191,8 @@ class Tower(nnx.Module):
 
     def __init__(self, config: TowerConfig, decoder: DecoderOptions, make: ParameterMaker):
         """Makes the parameters; blocks have the options of `decoder` that are not their own."""
-        own = replace(
-            decoder,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_heads,
-            activation=config.activation,
-            norm_eps=config.norm_eps,
-            norm=config.norm,
-            norm_offset=0.0,
-            norm_in_fp32=False,
-            norm_bias=True,
-            qkv_bias=config.qkv_bias,
-            qk_norm=config.qk_norm,
-        )
+        names = ("norm_eps", "norm", "qkv_bias", "qk_norm")
+        own = own_options(decoder, config, **{name: getattr(config, name) for name in names})
         self.embeddings = Embeddings(config, make)
         blocks = [Block(own, config.scale, make) for _ in range(config.num_layers)]
         self.blocks = nnx.List(blocks)

@@ -12,7 +12,7 @@ patches of each image along its sides. The padding behind them attends only to i
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,7 @@ from megatrain_jax._src.lm.models.decoder_options import (
     Placed,
     VisionConfig,
 )
+from megatrain_jax._src.lm.models.families.patch_tower import own_options
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.images import with_images
 from megatrain_jax._src.lm.models.layers import MLP, BiasedMLP, Embedding, Linear, make_norm
@@ -189,10 +190,8 @@ class QwenVisionConfig(VisionConfig):
     def place(
         self,
         decoder: Any,
-        x: Float[Array, "rows length width"],
         tokens: Integer[Array | np.ndarray, "rows length"],
-        segments: Integer[Array, "rows length"] | None,
-        positions: Integer[Array | np.ndarray, "rows length"],
+        rows: Placed,
         images: Mapping[str, Any],
     ) -> Placed:
         """Puts the vectors of images in their places; see `VisionConfig`."""
@@ -203,14 +202,12 @@ class QwenVisionConfig(VisionConfig):
             jnp.asarray(grids, jnp.int32), patches.shape[1] // self.merge**2, self.merge
         )
         vectors, *deep = decoder.vision(jnp.asarray(patches), squares)
-        nothing = jnp.zeros_like(x)
-        return Placed(
-            with_images(x, tokens, vectors, self.token),
-            segments,
-            self.positions(jnp.asarray(tokens), segments, squares)[
-                ..., self.axes(decoder.config.rope)
-            ],
-            [with_images(nothing, tokens, one, self.token) for one in deep],
+        nothing = jnp.zeros_like(rows.x)
+        positions = self.positions(jnp.asarray(tokens), rows.segments, squares)
+        return rows._replace(
+            x=with_images(rows.x, tokens, vectors, self.token),
+            positions=positions[..., self.axes(decoder.config.rope)],
+            added=[with_images(nothing, tokens, one, self.token) for one in deep],
         )
 
     def positions(
@@ -570,20 +567,8 @@ class QwenVision(nnx.Module):
 
     def __init__(self, config: QwenVisionConfig, decoder: DecoderOptions, make: ParameterMaker):
         """Makes the parameters; blocks have the options of `decoder` that are not their own."""
-        own = replace(
-            decoder,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_heads,
-            activation=config.activation,
-            norm="rms" if config.older else "layer",
-            norm_eps=_EPS,
-            norm_offset=0.0,
-            norm_in_fp32=False,
-            norm_bias=True,
-            mlp_bias=True,
-        )
+        norm = "rms" if config.older else "layer"
+        own = own_options(decoder, config, norm=norm, norm_eps=_EPS, mlp_bias=True)
         self.config = config
         self.tower = Tower(config, own, make)
         self.projector = Projector(config, own, make)

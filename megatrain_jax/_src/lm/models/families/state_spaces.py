@@ -153,25 +153,6 @@ class StateSpace(nnx.Module):
         return self.out_proj(y.astype(x.dtype))
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraniteHybridOptions(StateSpaceOptions):
-    """Options of Granite 4's layers, in addition to the state-space ones.
-
-    Attributes:
-        shared_size: Width inside the MLP.
-    """
-
-    shared_size: int
-
-
-class SharedMLP(FusedMLP):
-    """The MLP that all tokens share."""
-
-    def __init__(self, config: DecoderOptions, make: ParameterMaker):
-        """Makes the parameters."""
-        super().__init__(replace(config, intermediate_size=config.options.shared_size), make)
-
-
 class GraniteRouter(nnx.Module):
     """A router, under its name in the files."""
 
@@ -282,12 +263,8 @@ def _granitemoehybrid(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         **granite_scales(fields, sizes),
         "unrotated": linear if positions == "rope" else tuple(range(num_layers)),
         "experts": experts,
-        "options": GraniteHybridOptions(
-            layers=linear,
-            out_bias=state_space["in_bias"],
-            shared_size=fields.integer("shared_intermediate_size", 1024),
-            **state_space,
-        ),
+        "intermediate_size": fields.integer("shared_intermediate_size", 1024),
+        "options": StateSpaceOptions(layers=linear, out_bias=state_space["in_bias"], **state_space),
     }
 
 
@@ -299,7 +276,7 @@ GRANITEMOEHYBRID = Family(
     scorer=None,
     neutral={"normalization_function": "rmsnorm"},
     unread="init_method",
-    always={"layer": GraniteHybridLayer, "linear": StateSpace, "dense": SharedMLP},
+    always={"layer": GraniteHybridLayer, "linear": StateSpace, "dense": FusedMLP},
     more=_granitemoehybrid,
     stacked=True,
     renames={
