@@ -94,6 +94,9 @@ class _Tokenizer:
     def add_tokens(self, tokens: list[str]) -> None:
         self.added += tokens
 
+    def apply_chat_template(self, messages: Any) -> None:
+        pass
+
     def save_pretrained(self, folder: str) -> None:
         pass
 

@@ -11,8 +11,8 @@ import pytest
 import transformers
 
 from megatrain_jax import models
-from megatrain_jax._src.lm.cli.grpo_command import load_rewards
 from megatrain_jax._src.lm.cli.main import main
+from megatrain_jax._src.lm.cli.user_functions import imported
 from messages import tells
 
 pytest.importorskip("torch", reason='checkpoints made by Transformers: pip install -e ".[torch]"')
@@ -129,12 +129,12 @@ def test_functions_are_found_beside_their_file_and_in_the_current_folder(
     late = "def late():\n    import grpo_words\n    return grpo_words.NUMBERS\n"
     (beside / "early.py").write_text("from grpo_words import NUMBERS\n" + late)
     (tmp_path / "grpo_here.py").write_text(late)
-    functions = load_rewards(["beside/early.py:late", "grpo_here:late"])
+    functions = [imported("rewards", name) for name in ("beside/early.py:late", "grpo_here:late")]
     assert [function() for function in functions] == [[1.0], [1.0]]
     # An installed module comes before a file of its name.
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     (tmp_path / "colorsys.py").write_text("def rgb_to_hsv(*_): pass\n")
-    (installed,) = load_rewards(["colorsys:rgb_to_hsv"])
+    installed = imported("rewards", "colorsys:rgb_to_hsv")
     assert installed(0.5, 0.5, 0.5) == (0.0, 0.0, 0.5)
 
 

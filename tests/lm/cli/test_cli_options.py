@@ -259,13 +259,26 @@ ADAPTED = (
     *precision("frozen", "bfloat16"),
 )
 OF_MERGED = {"lora_rank": 2, "export_as": "model"}
+
+
+def template_of(tokenizer: Any) -> str | None:
+    """The template with which a tokenizer renders messages."""
+    return tokenizer.apply_chat_template.keywords["chat_template"]
+
+
+def variables_of(tokenizer: Any) -> dict[str, Any]:
+    """The further variables with which it renders them."""
+    given = tokenizer.apply_chat_template.keywords
+    return {name: value for name, value in given.items() if name != "chat_template"}
+
+
 FINETUNE = [
     option(
         "model",
         "other-model",
         "load_pretrained.folder",
         "chat.tokenizer",
-        At(place="Samples.tokenizer", of=lambda templated: templated.tokenizer.folder),
+        At(place="Samples.tokenizer", of=lambda given: given.folder),
         **SAMPLED,
     ),
     option("ignore", ["rope"], "load_pretrained.ignore"),
@@ -327,14 +340,14 @@ FINETUNE = [
         "{{ messages }}",
         "chat.chat_template",
         "save_pretrained.chat_template",
-        At(place="Samples.tokenizer", of=lambda templated: templated.template),
+        At(place="Samples.tokenizer", of=template_of),
         **SAMPLED,
     ),
     option(
         "template_variables",
         {"thinks": True},
         "chat.template_variables",
-        At(place="Samples.tokenizer", of=lambda templated: templated.variables),
+        At(place="Samples.tokenizer", of=variables_of),
         **SAMPLED,
     ),
     option("merge", " and ", "chat.merge"),
@@ -464,8 +477,8 @@ PLAN = [
     option("lora_dora", True, "lora.dora", lora_rank=2),
     option("lora_targets", "q_proj", "lora.targets", lora_rank=2),
     option("lora_modules_to_save", ["lm_head"], "lora.modules_to_save", lora_rank=2),
-    option("device_budget", "2GiB", At(place="plan.device_budget", expected=2**31)),
-    option("host_budget", "64GiB", At(place="plan.host_budget", expected=2**36)),
+    option("device_budget", "2GiB", "plan.device_budget"),
+    option("host_budget", "64GiB", "plan.host_budget"),
 ]
 OPTIONS = {"finetune": COMMON + FINETUNE, "pretrain": COMMON + PRETRAIN, "plan": PLAN}
 # Of the common ones, `pretrain` reads its data and exports in ways of its own.

@@ -1,7 +1,6 @@
 """Parts of runs of the command line that need neither a checkpoint nor training."""
 
 import json
-import random
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import megatrain_jax as mt
 from chats import tokenizer
 from megatrain_jax import models
 from megatrain_jax._src.lm.cli import grpo_command, reference, training_recipe
-from megatrain_jax._src.lm.cli.finetune import TemplatedTokenizer, chat_template, check_new_rows
+from megatrain_jax._src.lm.cli.finetune import chat_template, check_new_rows, with_template
 from megatrain_jax._src.lm.cli.finetune_settings import OBJECTIVE_KINDS, FinetuneSettings
 from megatrain_jax._src.lm.cli.grpo_settings import GrpoSettings
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
@@ -153,16 +152,7 @@ def test_only_fresh_adapters_leave_the_model_without_them_as_the_reference(objec
         assert settings.stores_reference == (OBJECTIVE_KINDS[objective].has_reference and differs)
 
 
-def test_a_tokenizer_with_a_template_of_the_settings_is_otherwise_the_same():
-    rng = random.Random(0)
-    own: Any = tokenizer()
-    templated = TemplatedTokenizer(own, "{{ word }} {{ messages[0].content }}", {"word": "the"})
-    ids = [*range(12), *rng.choices(range(len(own)), k=20), own.eos_token_id]
-    for skips in (False, True):
-        expected = own.decode(ids, skip_special_tokens=skips)
-        assert templated.decode(ids, skip_special_tokens=skips) == expected
-    assert templated.decode(ids) == own.decode(ids) != expected
-    assert templated.encode(expected) == own.encode(expected)
-    assert templated.eos_token_id == own.eos_token_id
+def test_a_tokenizer_renders_with_the_template_and_variables_of_the_settings():
+    given = with_template(tokenizer(), "{{ word }} {{ messages[0].content }}", {"word": "the"})
     messages = [{"role": "user", "content": "cat"}]
-    assert templated.apply_chat_template(messages, tokenize=False) == "the cat"
+    assert given.apply_chat_template(messages, tokenize=False) == "the cat"

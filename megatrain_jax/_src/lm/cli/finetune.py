@@ -5,7 +5,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def _prompting(settings: FinetuneSettings) -> tuple[Any, Callable[[str], Any]]:
     if settings.format == "text":
         return tokenizer, str
     template, variables = chat_template(settings.chat_template), settings.template_variables or {}
-    templated = TemplatedTokenizer(tokenizer, template, variables)
+    templated = with_template(tokenizer, template, variables)
     return templated, lambda prompt: [{"role": "user", "content": prompt}]
 
 
@@ -355,42 +356,22 @@ def _tokens(given: list[str] | str) -> list[str]:
     return tokens
 
 
-@dataclass(frozen=True)
-class TemplatedTokenizer:
-    """A tokenizer that renders questions with the settings' template and variables.
+def with_template(tokenizer: Any, template: str | None, variables: Mapping[str, Any]) -> Any:
+    """Makes a tokenizer render questions with the settings' template and variables.
 
-    Attributes:
-        tokenizer: The tokenizer.
+    Args:
+        tokenizer: The tokenizer, which is changed and returned.
         template: The Jinja template; None for the tokenizer's.
         variables: Further variables of the template.
     """
+    given = {"chat_template": template, **variables}
+    tokenizer.apply_chat_template = partial(_rendered, tokenizer.apply_chat_template, **given)
+    return tokenizer
 
-    tokenizer: Any
-    template: str | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text."""
-        return self.tokenizer.encode(text)
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text for ids."""
-        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
-        """The ids of messages.
-
-        Raises:
-            ValueError: If the template fails on them.
-        """
-        given = {"chat_template": self.template, **self.variables, **options}
-        with as_value_errors("the chat template makes no question of `samples`"):
-            return self.tokenizer.apply_chat_template(messages, **given)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The id of the token that ends a text."""
-        return self.tokenizer.eos_token_id
+def _rendered(apply: Callable[..., Any], messages: Any, **options: Any) -> Any:
+    with as_value_errors("the chat template makes no question of `samples`"):
+        return apply(messages, **options)
 
 
 def _loss(settings: FinetuneSettings) -> Loss:

@@ -1,12 +1,9 @@
 """`megatrain-jax grpo`: from a checkpoint, prompts and reward functions to a new checkpoint."""
 
 import hashlib
-import importlib
-import importlib.util
 import json
-import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from megatrain_jax._src.lm.cli.recipe import optimizer_of_run, run_options, sche
 from megatrain_jax._src.lm.cli.run_data import errors_name_option, has_bar
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
 from megatrain_jax._src.lm.cli.run_settings import listed
+from megatrain_jax._src.lm.cli.user_functions import imported
 from megatrain_jax._src.lm.data.tokenizer import load_tokenizer
 
 
@@ -62,7 +60,7 @@ def _arguments(
     names = {field.name for field in fields(models.GrpoOptions)}
     given = {name: value for name, value in asdict(settings).items() if name in names}
     options = models.GrpoOptions(**given)
-    rewards = load_rewards(listed(settings.rewards))
+    rewards = [imported("rewards", name) for name in listed(settings.rewards)]
     with errors_name_option("data"):
         rows = data.prompts(settings.data, invalid=settings.invalid, columns=settings.columns)
     checkpoint = model_and_batch.checkpoint_folder(settings.model)
@@ -179,63 +177,3 @@ def _export(settings: GrpoSettings, trainer: mt.Trainer, name: str, folder: Path
     if name == "adapter":
         return models.save_lora(trainer, folder, dtype=settings.export_dtype or "float32")
     return models.save_pretrained(trainer, folder, dtype=settings.export_dtype)
-
-
-def load_rewards(given: Sequence[str]) -> list[Callable[..., Any]]:
-    """Imports reward functions.
-
-    Args:
-        given: Names such as "rewards.py:short" (a file, with imports from its folder) or
-            "package.module:short" (a module that Python finds, also in the current folder).
-
-    Raises:
-        ValueError: If a name has another form, its module can't be imported, or lacks the function.
-    """
-    return [_loaded(name) for name in given]
-
-
-def _loaded(given: str) -> Callable[..., Any]:
-    place, _, name = given.rpartition(":")
-    if not place or not name.isidentifier():
-        raise ValueError(
-            f"`rewards` = {given} must be a file and a function, such as rewards.py:short, or a "
-            "module and a function, such as package.module:short"
-        )
-    try:
-        module = _of_file(place) if place.endswith(".py") else _of_module(place)
-    except Exception as error:  # the module is the user's, and may raise anything
-        why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"`rewards` = {given}: {place} can't be imported: {why}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"`rewards` = {given}: {place} has no function {name}")
-    return function
-
-
-def _of_module(place: str) -> Any:
-    _look_in(Path.cwd())
-    return importlib.import_module(place)
-
-
-def _look_in(folder: Path) -> None:
-    """Appends a folder to `sys.path`, after installed modules.
-
-    It is not removed again, because a function may import a module when it is called.
-    """
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
-
-def _of_file(place: str) -> Any:
-    path = Path(place).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    _look_in(path.resolve().parent)
-    name = f"megatrain_jax_rewards_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Registered before it runs, because dataclasses look up their module.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module

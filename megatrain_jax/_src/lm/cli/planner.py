@@ -45,24 +45,16 @@ class Planner:
         """
         self.settings = settings
         self.machine = machine or _machine(settings)
-        self._options: dict[str, Any] = {
-            "hardware": self.machine,
-            "num_gpus": settings.gpus,
-            "hosts": settings.hosts,
-            "network": settings.network,
-            "state_per_process": settings.state_per_process,
-            "disk": settings.disk,
-            "microbatches": settings.microbatches,
-            "ema_decay": settings.ema_decay,
-            "device_budget": checks.device_budget(settings.device_budget),
-            "host_budget": checks.num_bytes("host_budget", settings.host_budget),
-        }
+        names = "hosts network state_per_process disk microbatches ema_decay".split()
+        names += ["device_budget", "host_budget"]
+        given: dict[str, Any] = {name: getattr(settings, name) for name in names}
+        self._options = given | {"hardware": self.machine, "num_gpus": settings.gpus}
         # No plan depends on the learning rate. Plans share results computed for the same objects.
-        name, clip, given = settings.optimizer, settings.clip, settings.optimizer_options
+        name, clip, options = settings.optimizer, settings.clip, settings.optimizer_options
         self._optimizer = remembered(
             "optimizer",
-            lambda: (name, clip, json.dumps(given, default=repr)),
-            lambda: optimizer_of(name, 1e-5, clip=clip, options=given),
+            lambda: (name, clip, json.dumps(options, default=repr)),
+            lambda: optimizer_of(name, 1e-5, clip=clip, options=options),
         )
 
     def plan(

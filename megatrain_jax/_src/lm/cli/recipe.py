@@ -1,12 +1,9 @@
 """The parts of a training recipe: precision, schedule, optimizer, and the job of a command."""
 
 import functools
-import importlib
 import inspect
 import math
-import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +21,7 @@ from megatrain_jax import models
 from megatrain_jax._src.common.suggestions import did_you_mean
 from megatrain_jax._src.lm.cli import run_settings
 from megatrain_jax._src.lm.cli.plan_settings import PlanSettings
+from megatrain_jax._src.lm.cli.user_functions import imported
 
 if TYPE_CHECKING:  # `data` imports many packages, and no plan needs them
     from megatrain_jax import data
@@ -114,16 +112,12 @@ def run_options(
         trainable: Patterns of the trained parameters; None for all.
     """
     here = mt.this_machine()
+    names = ("device_budget", "host_budget", "disk_dir", "disk_budget", "state_per_process", "seed")
     return {
         "precision": precision_of(settings, frozen, "float32" if here is None else None),
         "trainable": trainable,
-        "device_budget": settings.device_budget,
-        "host_budget": settings.host_budget,
-        "disk_dir": settings.disk_dir,
-        "disk_budget": settings.disk_budget,
-        "state_per_process": settings.state_per_process,
-        "seed": settings.seed,
         "hardware": here,
+        **{name: getattr(settings, name) for name in names},
     }
 
 
@@ -168,9 +162,8 @@ def optimizer_of(
     """An optimizer by name, after clipping by the global norm.
 
     Args:
-        name: "adamw", "lion", "muon", "adafactor" or "sgd"; or "module:function", a function from
-            the learning rate and the options to an Optax optimizer. The module may be in the
-            current folder.
+        name: "adamw", "lion", "muon", "adafactor" or "sgd"; or the name of a function (`imported`)
+            from the learning rate and the options to an Optax optimizer.
         schedule: Learning rate.
         b1: Decay of the mean of gradients in AdamW and Lion, and in Muon's AdamW for parameters
             that are no matrices of layers.
@@ -184,7 +177,7 @@ def optimizer_of(
     """
     given = dict(options or {})
     if ":" in name:
-        update = _called(name, _imported(name), schedule, given)
+        update = _called(name, imported("optimizer", name), schedule, given)
     else:
         make, keywords = _known(name, schedule, b1, b2, weight_decay)
         if taken := [key for key in given if key in ("learning_rate", "b1", "b2", "weight_decay")]:
@@ -254,22 +247,6 @@ def _axes(path: Any, array: Any) -> contrib.MuonDimensionNumbers | None:
     out_first = array.ndim == 2 or re.search(r"(weight|lora_[AB])(/|$)", name)
     out, inside = (array.ndim - 2, array.ndim - 1) if out_first else (2, 1)
     return contrib.MuonDimensionNumbers(reduction_axis=inside, output_axis=out)
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    """The function that "module:function" names, also of a module in the current folder."""
-    module, _, function = name.partition(":")
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"`optimizer`={name} can't be imported: {error}") from error
-    finally:
-        sys.path.remove(here)
-    if not callable(found):
-        raise ValueError(f"`optimizer`={name} must be a function, not {found!r}")
-    return found
 
 
 def _called(
