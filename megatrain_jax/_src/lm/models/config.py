@@ -151,6 +151,7 @@ class DecoderConfig(DecoderOptions):
             do.
         norm_bias: Whether norms of the kind "layer" have a bias.
         sandwich_norms: Whether the outputs of attention and MLP are normalised too.
+        output_norms: Whether attention and MLP have norms at their outputs only.
         qk_norm: Whether each head's queries and keys are normalised.
         qkv_bias: Whether queries, keys and values have a bias.
         out_bias: Whether attention's output has a bias.

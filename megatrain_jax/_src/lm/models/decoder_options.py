@@ -158,6 +158,7 @@ class DecoderOptions:
     norm_in_fp32: bool = False
     norm_bias: bool = True
     sandwich_norms: bool = False
+    output_norms: bool = False
     qk_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False

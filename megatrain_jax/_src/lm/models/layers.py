@@ -337,12 +337,15 @@ class Layer(nnx.Module):
 
         experts = config.experts
         self.sparse = bool(experts and layer in experts.layers)
-        self.sandwich, self.residual_scale = config.sandwich_norms, config.residual_scale
-        self.input_layernorm = norm()
+        self.at_inputs, self.residual_scale = not config.output_norms, config.residual_scale
+        self.at_outputs = config.output_norms or config.sandwich_norms
+        if self.at_inputs:
+            self.input_layernorm = norm()
         self.make_mixer(config, layer, make)
         self.post_attention_layernorm = norm()
         if config.sandwich_norms:
             self.pre_feedforward_layernorm = norm()
+        if self.at_outputs:
             self.post_feedforward_layernorm = norm()
         if experts and self.sparse:
             self.mlp = (config.mixture or MixtureOfExperts)(config, experts, make)
@@ -353,15 +356,15 @@ class Layer(nnx.Module):
         self, x: HiddenStates, rotation: Rotation | None, segments: Segments
     ) -> tuple[HiddenStates, Tally | None]:
         """Returns the layer's result, and the tally of its experts' load if it has experts."""
-        y = self.mix(self.input_layernorm(x), rotation, segments)
-        if self.sandwich:
+        y = self.mix(self.input_layernorm(x) if self.at_inputs else x, rotation, segments)
+        if self.at_outputs:
             x = x + self.post_attention_layernorm(y)
-            y = self.pre_feedforward_layernorm(x)
+            y = self.pre_feedforward_layernorm(x) if self.at_inputs else x
         else:
             x = x + self.added(y)
             y = self.post_attention_layernorm(x)
         y, tally = self.feed_forward(y, segments)
-        y = self.post_feedforward_layernorm(y) if self.sandwich else self.added(y)
+        y = self.post_feedforward_layernorm(y) if self.at_outputs else self.added(y)
         return x + y, tally
 
     def make_mixer(self, config: DecoderOptions, layer: int, make: ParameterMaker) -> None:

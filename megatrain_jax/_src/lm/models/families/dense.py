@@ -17,21 +17,18 @@ from megatrain_jax._src.lm.models.families.qwen_vision import read_vision
 from megatrain_jax._src.lm.models.family import ATTENTION_BIAS, MLP_BIAS, Family, multimodal_family
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.layers import (
-    MLP,
     Attention,
     BiasedMLP,
     Buffer,
     FusedMLP,
     Heads,
     HiddenStates,
-    Layer,
     LayerNorm,
     Linear,
     ParallelLayer,
     PlainMLP,
     Projected,
     RMSNorm,
-    Segments,
 )
 from megatrain_jax._src.lm.models.rotary import Rotation
 
@@ -620,29 +617,6 @@ class WideNormAttention(Attention):
         return self.q_norm(q), self.k_norm(k), v
 
 
-class Olmo2Layer(Layer):
-    """Attention, then an MLP, each with a norm at its output and a residual connection.
-
-    Attributes have the names in the files: `layers/0/post_attention_layernorm/weight` is the tensor
-    `model.layers.0.post_attention_layernorm.weight`.
-    """
-
-    def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
-        """Makes the parameters of one layer."""
-        # `Layer`'s own constructor would make norms before attention and MLP.
-        self.self_attn = (config.attention or Attention)(config, layer, make)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config, make)
-        self.mlp = MLP(config, make)
-        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config, make)
-
-    def __call__(
-        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
-    ) -> tuple[HiddenStates, None]:
-        """Returns the layer's result, and None: there are no experts to tally."""
-        x = x + self.post_attention_layernorm(self.self_attn(x, rotation, segments))
-        return x + self.post_feedforward_layernorm(self.mlp(x)), None
-
-
 # OLMo 2: attention and MLP are normalised at their output, and so are queries and keys.
 # CONTRIBUTING.md uses it as its worked example: the layers' differences from the usual ones, and
 # the record of the fields that are read from `config.json`.
@@ -650,7 +624,7 @@ OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
     sizes={"eps": 1e-5},
-    always={"layer": Olmo2Layer, "attention": WideNormAttention},
+    always={"output_norms": True, "attention": WideNormAttention},
 )
 
 
@@ -690,6 +664,6 @@ EXAONE4 = Family(
     architecture="Exaone4ForCausalLM",
     flags={},
     sizes={"kv_heads": 32, "eps": 1e-5},
-    always={"qk_norm": True, "layer": Olmo2Layer},
+    always={"qk_norm": True, "output_norms": True},
     more=exaone4_layers,
 )

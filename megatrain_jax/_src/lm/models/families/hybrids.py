@@ -19,7 +19,7 @@ from megatrain_jax._src.lm.models.families.deepseek import (
     GroupedRouting,
     OuterBiasMixture,
 )
-from megatrain_jax._src.lm.models.families.dense import Olmo2Layer, WideNormAttention
+from megatrain_jax._src.lm.models.families.dense import WideNormAttention
 from megatrain_jax._src.lm.models.families.mixtures import GatedSharedMixture
 from megatrain_jax._src.lm.models.families.qwen_vision import read_vision
 from megatrain_jax._src.lm.models.family import Family, multimodal_family
@@ -29,6 +29,7 @@ from megatrain_jax._src.lm.models.layers import (
     Attention,
     Heads,
     HiddenStates,
+    Layer,
     Linear,
     Segments,
     make_norm,
@@ -392,7 +393,7 @@ class OlmoLinearLayer(nnx.Module):
 def olmo_hybrid_layer(config: DecoderOptions, layer: int, make: ParameterMaker) -> nnx.Module:
     """Makes a layer with linear attention, or an OLMo 2's."""
     is_linear = layer in config.options.layers
-    return (OlmoLinearLayer if is_linear else Olmo2Layer)(config, layer, make)
+    return (OlmoLinearLayer if is_linear else Layer)(config, layer, make)
 
 
 def _olmo_hybrid(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -436,6 +437,7 @@ OLMO_HYBRID = Family(
     rope=None,
     always={
         "norm_in_fp32": True,
+        "output_norms": True,
         "layer": olmo_hybrid_layer,
         "attention": WideNormAttention,
     },
