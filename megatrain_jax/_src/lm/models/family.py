@@ -26,7 +26,8 @@ class Family:
         architecture: The Transformers class of its checkpoints.
         scorer: The Transformers class for sequence classification; None if there is none. Empty for
             the usual name, such as LlamaForSequenceClassification.
-        neutral: Fields that have no effect with this value, and are refused with any other one.
+        neutral: Fields that have no effect with this value, and are refused with any other one. Any
+            field that is empty or off has none, and needs no entry.
         unread: Names of fields that have no effect, because Transformers doesn't read them or for
             another reason given there.
         sizes: Arguments of `hf_common.sizes`, mostly defaults, or a function of the fields that

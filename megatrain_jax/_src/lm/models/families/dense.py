@@ -100,12 +100,7 @@ PHI = Family(
     model_type="phi",
     architecture="PhiForCausalLM",
     flags={},
-    neutral={
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "qk_layernorm": False,
-        "tie_word_embeddings": False,
-    },
+    neutral={"tie_word_embeddings": False},
     sizes={"eps": 1e-5, "eps_name": "layer_norm_eps", "hidden_act": "gelu_new"},
     rope={"share": 0.5},
     always={
@@ -121,22 +116,14 @@ PHI = Family(
 
 
 # Phi 3 and 4: fused projections, and rotary embeddings of a part of each head. Early checkpoints
-# call longrope `su` or `yarn`; the last three neutral fields are of Phi-4-mini, and only its
-# original code reads them.
+# call longrope `su` or `yarn`; the neutral fields are of Phi-4-mini, and only its original code reads
+# them.
 _PHI3_KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     flags={},
-    neutral={
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "lm_head_bias": False,
-        "interpolate_factor": 1,
-        "full_attn_mod": 1,
-    },
+    neutral={"interpolate_factor": 1, "full_attn_mod": 1},
     sizes={"eps": 1e-5},
     rope={"original_length": 4096, "kinds": _PHI3_KINDS, "share": 1.0},
     always={"fused": True},
@@ -163,7 +150,6 @@ QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     flags={},
-    neutral={"use_mrope": False},
     sizes={"kv_heads": 32},
     always={"qkv_bias": True},
     more=lambda fields, _: {"windows": _upper_windows(fields)},
@@ -281,16 +267,11 @@ ARCEE = Family(
 
 
 # StarCoder 2: layer norms, a plain MLP, and one option for all biases; dropout in its released
-# configurations. Only the original code reads the last two neutral fields.
+# configurations. Only the original code reads the neutral fields.
 STARCODER2 = Family(
     model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
-    neutral={
-        "residual_dropout": 0.0,
-        "embedding_dropout": 0.0,
-        "mlp_type": "default",
-        "norm_type": "layer_norm",
-    },
+    neutral={"mlp_type": "default", "norm_type": "layer_norm"},
     sizes={
         "kv_heads": 2,
         "eps": 1e-5,
@@ -411,7 +392,6 @@ COHERE2 = Family(
     architecture="Cohere2ForCausalLM",
     scorer=None,
     neutral={
-        "use_qk_norm": False,
         "use_parallel_block": True,
         "use_gated_activation": True,
         "position_embedding_type": "rope_gptj",
@@ -511,15 +491,10 @@ HUNYUAN_V1_DENSE = Family(
     architecture="HunYuanDenseV1ForCausalLM",
     neutral={
         "use_qk_norm": True,
-        "use_cla": False,
-        "mlp_bias": False,
         "pretraining_tp": 1,
-        "use_mixed_mlp_moe": False,
-        "position_embedding_xdrope": False,
         "num_experts": 1,
         "use_rotary_pos_emb": True,
         "norm_type": "rms",
-        "add_classification_head": False,
     },
     unread="attention_head_dim cla_share_factor class_num dense_list org_vocab_size pool_type "
     "eod_token_id im_end_id im_newline_id im_start_id mask_init_id pad_id text_end_id "
@@ -575,13 +550,7 @@ APERTUS = Family(
     model_type="apertus",
     architecture="ApertusForCausalLM",
     scorer=None,
-    neutral={
-        "hidden_dropout": 0.0,
-        "mlp_bias": False,
-        "post_norm": False,
-        "qk_norm": True,
-        "hidden_act": "xielu",
-    },
+    neutral={"qk_norm": True, "hidden_act": "xielu"},
     sizes={"eps": 1e-5, "activation": "silu"},
     rope={
         "theta": 12_000_000.0,

@@ -205,13 +205,12 @@ def _gemma3(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# Gemma 3: layers with a window have their own rotary embedding. Transformers doesn't apply the
-# neutral field either; configurations of checkpoints with a vision tower omit two of the sizes.
+# Gemma 3: layers with a window have their own rotary embedding. Configurations of checkpoints with a
+# vision tower omit two of the sizes.
 GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     scorer="Gemma3TextForSequenceClassification",
-    neutral={"attn_logit_softcapping": None},
     sizes={**_GEMMA_SIZES, "vocab_size": 262_208, "num_attention_heads": 8},
     rope=None,
     always={**GEMMA2.always, "qk_norm": True},

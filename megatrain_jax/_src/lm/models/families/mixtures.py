@@ -43,7 +43,6 @@ MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     flags={},
-    neutral={"router_jitter_noise": 0.0},
     sizes={"kv_heads": 8, "eps": 1e-5},
     rope={"theta": 1_000_000.0},
     experts={
@@ -63,7 +62,6 @@ OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
     scorer=None,
-    neutral={"clip_qkv": None},
     sizes={"eps": 1e-5, "head_dim_fixed": True},
     experts={
         "names": ("num_local_experts", "num_experts"),
@@ -101,7 +99,6 @@ def _qwen2_moe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    neutral={"use_mrope": False},
     sizes={"kv_heads": 16},
     flags={"qkv_bias": (True, "qkv_bias")},
     experts={"num": 60, "per_token": 4, "inside": 1408, "shared": 5632, "sparse": True},
@@ -208,8 +205,6 @@ MINIMAX_M2 = Family(
         "qk_norm_type": "per_layer",
         "use_routing_bias": True,
         "scoring_func": "sigmoid",
-        "shared_intermediate_size": 0,
-        "router_jitter_noise": 0.0,
     },
     unread="use_mtp mtp_transformer_layers num_mtp_modules",
     sizes={"kv_heads": 8, "head_dim": 128},
@@ -528,7 +523,6 @@ LLAMA4 = Family(
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
     scorer=None,
-    neutral={"router_jitter_noise": 0.0},
     unread="router_aux_loss_coef for_llm_compressor",
     sizes={"kv_heads": 8, "head_dim": 128, "eps": 1e-5},
     rope={"theta": 500_000.0, "interleaved": True},

@@ -406,7 +406,7 @@ FALCON_H1 = Family(
     model_type="falcon_h1",
     architecture="FalconH1ForCausalLM",
     scorer=None,
-    neutral={"attn_layer_indices": None, "mamba_use_mlp": True},
+    neutral={"mamba_use_mlp": True},
     unread="mlp_expansion_factor expansion_factor",
     sizes={"kv_heads": 8, "eps": 1e-5},
     flags=ATTENTION_BIAS | MLP_BIAS,
@@ -579,12 +579,7 @@ NEMOTRON_H = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
     scorer=None,
-    neutral={
-        "attention_bias": False,
-        "hidden_dropout": 0.0,
-        "mamba_hidden_act": "silu",
-        "residual_in_fp32": False,
-    },
+    neutral={"mamba_hidden_act": "silu"},
     unread="chunk_size expand mamba_proj_bias mamba_ssm_cache_dtype moe_shared_expert_overlap "
     "mtp_hybrid_override_pattern mtp_layers_block_type num_logits_to_keep "
     "rescale_prenorm_residual sliding_window time_step_floor time_step_limit time_step_max "
