@@ -33,7 +33,7 @@ class LossOptions(NamedTuple):
     softcap: float | None
     parts: int
     head_dtype: str
-    temperature: float = 1.0
+    temperature: float
 
 
 def next_token(
@@ -94,13 +94,7 @@ def next_token(
         count = array_of("count", count, "real numbers", *REAL)
         if count.shape:
             raise ValueError(f"`count` must be a scalar, but has shape {count.shape}")
-    options = LossOptions(
-        checks.integer("chunk", chunk),
-        checks.number("z_loss", z_loss, least=0),
-        None if softcap is None else checks.number("softcap", softcap, above=0),
-        parts=num_parts(labels.size),
-        head_dtype=head.dtype.name,
-    )
+    options = loss_options(head, labels, chunk, softcap, z_loss=z_loss)
     weights = _weights(labels, mask)
     # Such a label has no logit, so its loss would lack the term `- logits[label]`.
     beyond = (labels >= head.shape[0]) & (weights != 0)
@@ -165,10 +159,31 @@ def checked_arrays(hidden: Any, head: Any, labels: Any) -> tuple[Array, Array, A
     return hidden, head, labels
 
 
-def num_parts(tokens: int) -> int:
-    """Returns the number of devices that share the tokens equally; 1 if they don't."""
+def loss_options(
+    head: Array,
+    labels: Array,
+    chunk: Any,
+    softcap: Any,
+    *,
+    z_loss: Any = 0.0,
+    temperature: Any = 1.0,
+) -> LossOptions:
+    """Returns the options of a loss over some labels, checked.
+
+    Raises:
+        TypeError: If one is no number.
+        ValueError: If one is out of range.
+    """
     num_devices = trace_target().num_devices
-    return num_devices if tokens % num_devices == 0 else 1
+    return LossOptions(
+        chunk=checks.integer("chunk", chunk),
+        z_loss=checks.number("z_loss", z_loss, least=0),
+        softcap=None if softcap is None else checks.number("softcap", softcap, above=0),
+        # The devices share the tokens, if they can do so equally.
+        parts=num_devices if labels.size % num_devices == 0 else 1,
+        head_dtype=head.dtype.name,
+        temperature=checks.number("temperature", temperature, above=0),
+    )
 
 
 def array_of(name: str, value: Any, what: str, *kinds: Any) -> Array:
@@ -382,14 +397,7 @@ def log_probabilities(
         [[-3.912..., -3.912..., 0.0]]
     """
     hidden, head, labels = checked_arrays(hidden, head, labels)
-    options = LossOptions(
-        checks.integer("chunk", chunk),
-        0.0,
-        None if softcap is None else checks.number("softcap", softcap, above=0),
-        parts=num_parts(labels.size),
-        head_dtype=head.dtype.name,
-        temperature=checks.number("temperature", temperature, above=0),
-    )
+    options = loss_options(head, labels, chunk, softcap, temperature=temperature)
     flat = hidden.reshape(-1, hidden.shape[-1])
     logs: Array = _logs(options, flat, head, labels.reshape(-1))
     return logs.reshape(labels.shape)

@@ -64,16 +64,12 @@ def known_model(name: str) -> KnownModel | None:
         name: A name in the table, in any capitals, also with its publisher and a variant of the
             same sizes: "Qwen/Qwen3-4B-Instruct-2507", "meta-llama/Meta-Llama-3-8B".
     """
-    known, short = _by_short_name(), _short(name)
+    known, short = {key.lower(): model for key, model in known_models().items()}, _short(name)
     return known.get(short) or known.get(_VARIANT.sub("", short))
 
 
 def _short(name: str) -> str:
     return name.rpartition("/")[2].lower().removeprefix("meta-")
-
-
-def _by_short_name() -> dict[str, KnownModel]:
-    return {name.lower(): model for name, model in known_models().items()}
 
 
 def config_values(model: str) -> dict[str, Any]:

@@ -218,7 +218,9 @@ def open_chat_model(settings: ChatSettings) -> ChatModel:
         ImportError: If PyTorch, or PEFT for adapters, is not installed.
         ValueError: If the model or its tokenizer can't be loaded.
     """
-    tries_jax = settings.library == "jax" or _is_for_jax(settings)
+    # With a GPU, no second library is needed.
+    may_be = settings.library is None and settings.device is None
+    tries_jax = settings.library == "jax" or (may_be and mt.this_machine() is not None)
     if not tries_jax:
         _imported("torch", _NEEDS_TORCH)  # first, because the rest may take long
     transformers = _imported("transformers", 'chat needs pip install "megatrain-jax[finetune]"')
@@ -285,11 +287,6 @@ def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _is_for_jax(settings: ChatSettings) -> bool:
-    """Whether JAX is tried first: with a GPU, no second library is needed."""
-    return settings.library is None and settings.device is None and mt.this_machine() is not None
 
 
 def _folder(given: str) -> Path:

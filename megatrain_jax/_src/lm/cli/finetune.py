@@ -77,6 +77,9 @@ def prepare(settings: FinetuneSettings) -> Job:
     check_new_rows(settings, trainable)
     if (alpha := settings.neftune_noise_alpha) is not None:
         model = models.neftune(model, alpha=alpha, seed=settings.seed)
+    reference = (settings.model, *filter(None, [settings.adapter]))
+    vision = pretrained.config.vision
+    of_images = {} if vision is None else vision.batch_shapes(settings.batch, settings.length)
     return Job(
         model=model,
         params=params,
@@ -85,8 +88,8 @@ def prepare(settings: FinetuneSettings) -> Job:
             settings.frozen, settings.has_adapters or images, pretrained.config.saved_dtype
         ),
         loss=_loss(settings),
-        shapes=shapes(settings) | image_shapes(settings, pretrained.config),
-        reference=_reference(settings),
+        shapes=shapes(settings) | of_images,
+        reference=reference if settings.stores_reference else (),
         prompting=lambda: _prompting(settings),
         dataset=lambda files, epochs: dataset(settings, files, epochs, images=images),
         export=lambda *given: _export(settings, *given),
@@ -114,13 +117,6 @@ def _without_dropout(settings: FinetuneSettings, build: Callable[[], Any]) -> Ca
         return model
 
     return without
-
-
-def _reference(settings: FinetuneSettings) -> tuple[str, ...]:
-    """The folders of the reference model, if answers are compared with one before training."""
-    if not settings.stores_reference:
-        return ()
-    return (settings.model, *filter(None, [settings.adapter]))
 
 
 def _with_scores(settings: FinetuneSettings, pretrained: models.Pretrained) -> models.Pretrained:
@@ -285,14 +281,6 @@ def trains_with_images(settings: FinetuneSettings) -> bool:
     if settings.new_tokens is not None:
         raise ValueError("`data` has images, which `new_tokens` can't be combined with")
     return True
-
-
-def image_shapes(
-    settings: FinetuneSettings, config: models.DecoderConfig
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a batch's images for a plan, before the data is read: rows full of images."""
-    vision = config.vision
-    return {} if vision is None else vision.batch_shapes(settings.batch, settings.length)
 
 
 def tokenizer_of(settings: FinetuneSettings) -> Any:

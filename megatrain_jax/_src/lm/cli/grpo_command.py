@@ -3,7 +3,7 @@
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,8 @@ def _arguments(
     logs = run_report.make_logs(settings, folder, identity)
     schedule = schedule_of_run(settings, settings.steps)
     optimizer = optimizer_of_run(settings, schedule)
-    fingerprint = _fingerprint(rows)
+    contents = (json.dumps(row, sort_keys=True, default=str) for row in rows)
+    fingerprint = hashlib.sha256("".join(contents).encode()).hexdigest()
     folder.check_data(fingerprint)
     # External logs recognise a resumed run by its identity.
     start_callback.notes = {"identity": identity, "data": fingerprint}
@@ -130,13 +131,6 @@ def _model(settings: GrpoSettings, checkpoint: str) -> dict[str, Any]:
     has_adapters = settings.lora_rank is not None
     frozen = model_and_batch.frozen_of(settings.frozen, has_adapters, pretrained.config.saved_dtype)
     return {"model": model, "params": params} | run_options(settings, frozen, trainable)
-
-
-def _fingerprint(rows: Sequence[Mapping[str, Any]]) -> str:
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
-    return digest.hexdigest()
 
 
 def _finish(settings: GrpoSettings, folder: RunFolder, result: mt.FitResult) -> None:

@@ -35,11 +35,12 @@ def make_logs(settings: RunSettings, folder: RunFolder, identity: str) -> list[c
         ImportError: If a log's package is not installed.
         TypeError: If a log's argument is unknown.
     """
+    wandb = {"dir": str(folder.path), "id": identity, "resume": "allow"}
     makers: dict[str, Callable[[], callbacks.Callback]] = {
         "csv": lambda: callbacks.CSVLog(folder.path / "log.csv"),
         "jsonl": lambda: callbacks.JSONLog(folder.path / "log.jsonl"),
         "tensorboard": lambda: callbacks.TensorBoard(str(folder.path / "tensorboard")),
-        "wandb": lambda: _wandb(folder, identity, settings.wandb or {}),
+        "wandb": lambda: callbacks.WandB(**{**wandb, **(settings.wandb or {})}),
         "mlflow": lambda: _MLflow(folder, settings.mlflow or {}),
     }
     return [makers[name]() for name in dict.fromkeys(settings.log_names)]
@@ -64,10 +65,6 @@ def make_samples(settings: TrainingSettings, job: Job) -> list[callbacks.Callbac
             params=settings.params,
         )
     ]
-
-
-def _wandb(folder: RunFolder, identity: str, given: dict[str, Any]) -> callbacks.WandB:
-    return callbacks.WandB(**{"dir": str(folder.path), "id": identity, "resume": "allow", **given})
 
 
 class _MLflow(callbacks.MLflow):
@@ -257,9 +254,6 @@ def export_all(
     for name in settings.exports:
         to = folder.path / f"{name}{suffix}"
         if not distributed.in_first(to.exists):
-            what = "exported the averages" if _has_averages(settings) else "exported"
+            averages = isinstance(settings, TrainingSettings) and settings.params == "ema"
+            what = "exported the averages" if averages else "exported"
             print(f"{what} to {export(name, to)}", flush=True)
-
-
-def _has_averages(settings: RunSettings) -> bool:
-    return isinstance(settings, TrainingSettings) and settings.params == "ema"

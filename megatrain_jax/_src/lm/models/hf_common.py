@@ -356,8 +356,7 @@ def refuse_unsupported(fields: Fields) -> None:
     if "quantization_config" not in fields.ignore:
         check_quantisation(fields.values)
     fields.take("quantization_config", None)  # weights are decoded where they are read
-    fields.neutral(attention_dropout=0.0, is_encoder_decoder=False)
-    fields.neutral(tie_encoder_decoder=False, add_cross_attention=False, is_decoder=False)
+    fields.neutral(attention_dropout=0.0)
     # This value affects only tokens of an image, and text has none.
     if fields.take("use_bidirectional_attention", False) != "vision":
         fields.neutral(use_bidirectional_attention=False)

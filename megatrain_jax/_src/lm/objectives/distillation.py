@@ -19,9 +19,9 @@ from megatrain_jax._src.lm.cross_entropy import (
     checked_arrays,
     chunked,
     label_logits,
+    loss_options,
     map_token_parts,
     next_token,
-    num_parts,
 )
 from megatrain_jax._src.lm.objectives.example_losses import mean
 
@@ -94,16 +94,12 @@ def distillation(
             raise ValueError(f"`{name}` has shape {array.shape}, but `labels` {labels.shape}")
     if not 0 <= checks.number("alpha", alpha) <= 1:
         raise ValueError(checks.refused("alpha", "a share from 0 to 1", alpha))
-    temperature = checks.number("temperature", temperature, above=0)
+    options = loss_options(head, labels, chunk, softcap, temperature=temperature)
     if checks.boolean("tail", tail) and temperature != 1:
         raise ValueError(
             f"`temperature`={temperature} needs `tail`=False: the probability of the tokens beyond "
             "the stored ones is known at temperature 1 only"
         )
-    chunk = checks.integer("chunk", chunk)
-    cap = None if softcap is None else checks.number("softcap", softcap, above=0)
-    parts = num_parts(labels.size)
-    options = LossOptions(chunk, 0.0, cap, parts, head.dtype.name, temperature)
     flat, size = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
     # A negative id is none: it would be counted from the end of the vocabulary.
     ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))

@@ -116,8 +116,8 @@ PHI = Family(
 
 
 # Phi 3 and 4: fused projections, and rotary embeddings of a part of each head. Early checkpoints
-# call longrope `su` or `yarn`; the neutral fields are of Phi-4-mini, and only its original code reads
-# them.
+# call longrope `su` or `yarn`; the neutral fields are of Phi-4-mini's original code, which alone
+# reads them.
 _PHI3_KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 PHI3 = Family(
     model_type="phi3",

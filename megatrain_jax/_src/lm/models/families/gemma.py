@@ -205,8 +205,8 @@ def _gemma3(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# Gemma 3: layers with a window have their own rotary embedding. Configurations of checkpoints with a
-# vision tower omit two of the sizes.
+# Gemma 3: layers with a window have their own rotary embedding. Configurations of checkpoints with
+# a vision tower omit two of the sizes.
 GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",

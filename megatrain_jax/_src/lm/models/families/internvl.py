@@ -96,8 +96,7 @@ def read_internvl_vision(config: Mapping[str, Any]) -> InternVisionConfig:
 def _read_tower(fields: Fields) -> TowerConfig:
     hf_common.refuse_unsupported(fields)
     fields.take("initializer_factor", None)
-    fields.neutral(model_type="internvl_vision", hidden_dropout_prob=0.0, projection_dropout=0.0)
-    fields.neutral(use_absolute_position_embeddings=True, use_mask_token=False)
+    fields.neutral(model_type="internvl_vision", use_absolute_position_embeddings=True)
     fields.neutral(use_mean_pooling=True)  # without a norm behind the blocks
     norms = {"layer_norm": "layer", "rms_norm": "rms"}
     if (norm := fields.take("norm_type", "layer_norm")) not in norms:
