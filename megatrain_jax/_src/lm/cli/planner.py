@@ -70,7 +70,7 @@ class Planner:
         """
         options = dict(self._options)
         # The minimum budget decides whether a size fits at all, and its plan takes less time.
-        if least and options["device_budget"] is None:
+        if least and checks.device_budget(options["device_budget"]) is None:
             options["device_budget"] = "minimum"
         model, trainable = self._model(config)
         settings = self.settings

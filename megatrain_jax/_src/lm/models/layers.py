@@ -39,6 +39,8 @@ Projected = tuple[
     Float[Array, "rows length kv_heads*head_dim"],
 ]
 """Queries, keys and values, with all heads side by side in the last axis."""
+Tallied = tuple[HiddenStates, Tally | None]
+"""Hidden states from a layer, and the tally of its experts' load; None without experts."""
 
 
 class Buffer(nnx.Variable):
@@ -352,9 +354,7 @@ class Layer(nnx.Module):
         else:
             self.mlp = make_mlp(config, make)
 
-    def __call__(
-        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
-    ) -> tuple[HiddenStates, Tally | None]:
+    def __call__(self, x: HiddenStates, rotation: Rotation | None, segments: Segments) -> Tallied:
         """Returns the layer's result, and the tally of its experts' load if it has experts."""
         y = self.mix(self.input_layernorm(x) if self.at_inputs else x, rotation, segments)
         if self.at_outputs:
@@ -385,9 +385,7 @@ class Layer(nnx.Module):
         """Returns the term that a part's result adds to the hidden states."""
         return y if self.residual_scale == 1.0 else y * self.residual_scale
 
-    def feed_forward(
-        self, x: HiddenStates, segments: Segments
-    ) -> tuple[HiddenStates, Tally | None]:
+    def feed_forward(self, x: HiddenStates, segments: Segments) -> Tallied:
         """Returns the result of the MLP or the experts, and the tally of the experts' load."""
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(x, segments)
@@ -404,9 +402,7 @@ class ParallelLayer(Layer):
         self.make_mixer(config, layer, make)
         self.mlp = make_mlp(config, make)
 
-    def __call__(
-        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
-    ) -> tuple[HiddenStates, None]:
+    def __call__(self, x: HiddenStates, rotation: Rotation | None, segments: Segments) -> Tallied:
         """Returns the layer's result, and None: there are no experts to tally."""
         y = self.input_layernorm(x)
         return self.self_attn(y, rotation, segments) + self.mlp(y) + x, None

@@ -287,6 +287,13 @@ STARCODER2 = Family(
 )
 
 
+def _stretched_rope(theta: float, factor: float) -> dict[str, Any]:
+    """Returns arguments of `hf_common.rope`: by default, Llama 3's stretching by a factor."""
+    default = {"rope_type": "llama3", "rope_theta": theta, "factor": factor}
+    default |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {"theta": theta, "default": default | {"original_max_position_embeddings": 8192}}
+
+
 def _cwm(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     windowed, size = [i % 4 for i in range(sizes["num_layers"])], hf_common.window(fields, 8192)
     return {"windows": hf_common.windows_by_type(fields, windowed, size)}
@@ -300,17 +307,7 @@ CWM = Family(
     neutral={"pretraining_tp": 1},
     sizes={"kv_heads": 8, "head_dim": 128, "eps": 1e-5},
     flags=MLP_BIAS,
-    rope={
-        "theta": 1_000_000.0,
-        "default": {
-            "rope_type": "llama3",
-            "rope_theta": 1_000_000.0,
-            "factor": 16.0,
-            "original_max_position_embeddings": 8192,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        },
-    },
+    rope=_stretched_rope(1_000_000.0, 16.0),
     more=_cwm,
 )
 
@@ -552,17 +549,7 @@ APERTUS = Family(
     scorer=None,
     neutral={"qk_norm": True, "hidden_act": "xielu"},
     sizes={"eps": 1e-5, "activation": "silu"},
-    rope={
-        "theta": 12_000_000.0,
-        "default": {
-            "rope_type": "llama3",
-            "rope_theta": 12_000_000.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 8192,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        },
-    },
+    rope=_stretched_rope(12_000_000.0, 8.0),
     always={"qk_norm": True, "dense": ApertusMLP},
     renames={
         "input_layernorm": "attention_layernorm",

@@ -32,6 +32,7 @@ from megatrain_jax._src.lm.models.layers import (
     Layer,
     Linear,
     Segments,
+    Tallied,
     make_norm,
     rms_normalized,
 )
@@ -382,9 +383,7 @@ class OlmoLinearLayer(nnx.Module):
         self.feedforward_layer_norm = make_norm(config.hidden_size, config, make)
         self.mlp = MLP(config, make)
 
-    def __call__(
-        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
-    ) -> tuple[HiddenStates, None]:
+    def __call__(self, x: HiddenStates, rotation: Rotation | None, segments: Segments) -> Tallied:
         """Returns the layer's result, and None: there are no experts to tally."""
         x = x + self.linear_attn(self.attention_layer_norm(x), segments)
         return x + self.mlp(self.feedforward_layer_norm(x)), None

@@ -37,13 +37,13 @@ from megatrain_jax._src.lm.models.layers import (
     MixtureOfExperts,
     PlainMLP,
     Segments,
+    Tallied,
     make_norm,
 )
 from megatrain_jax._src.lm.models.linear_attention import gated_delta_rule
 from megatrain_jax._src.lm.models.moe import (
     Experts,
     Routed,
-    Tally,
     Weights,
     gated_fused,
     plain,
@@ -192,9 +192,7 @@ class GraniteHybridLayer(Layer):
         experts = config.experts
         self.block_sparse_moe = None if experts is None else GraniteMixture(config, experts, make)
 
-    def feed_forward(
-        self, x: HiddenStates, segments: Segments
-    ) -> tuple[HiddenStates, Tally | None]:
+    def feed_forward(self, x: HiddenStates, segments: Segments) -> Tallied:
         """Returns the sum of the MLP and the experts, if any, and the tally of their load."""
         mixed, tally = super().feed_forward(x, segments)
         if self.block_sparse_moe is not None:
@@ -353,9 +351,7 @@ class FalconLayer(nnx.Module):
         self.pre_ff_layernorm = make_norm(config.hidden_size, config, make)
         self.feed_forward = FalconMLP(config, make)
 
-    def __call__(
-        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
-    ) -> tuple[HiddenStates, None]:
+    def __call__(self, x: HiddenStates, rotation: Rotation | None, segments: Segments) -> Tallied:
         """Returns the layer's result, and None: there are no experts to tally."""
         y, factors = self.input_layernorm(x), self.factors
         mixed = self.self_attn(y * factors.attention_in, rotation, segments)
@@ -494,9 +490,7 @@ class NemotronHLayer(nnx.Module):
         else:
             self.mixer = PlainMLP(config, make)
 
-    def __call__(
-        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
-    ) -> tuple[HiddenStates, None]:
+    def __call__(self, x: HiddenStates, rotation: Rotation | None, segments: Segments) -> Tallied:
         """Returns the layer's result, and None: there are no experts to tally."""
         y = self.input_layernorm(x)
         if isinstance(self.mixer, Attention):
