@@ -4,13 +4,14 @@ NumPy integers and Booleans count as integers and Booleans. A Boolean is not an 
 float is not an integer, and numbers must be finite.
 """
 
+import dataclasses
 import inspect
 import math
 import operator
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -38,7 +39,8 @@ class _Shown(reprlib.Repr):
         return " ".join(super().repr1(x, level).split())
 
 
-_shown = _Shown()
+shown = _Shown().repr
+"""Returns a value as text of bounded length, however long or deep it is."""
 
 
 def refused(name: str, allowed: str, value: Any, hint: str = "") -> str:
@@ -51,7 +53,7 @@ def refused(name: str, allowed: str, value: Any, hint: str = "") -> str:
         hint: Advice, as a clause.
     """
     end = f"; {hint}" if hint else ""
-    return f"`{name}` must be {allowed}, but is {_shown.repr(value)} ({type(value).__name__}){end}"
+    return f"`{name}` must be {allowed}, but is {shown(value)} ({type(value).__name__}){end}"
 
 
 def integer(
@@ -190,6 +192,31 @@ def instance(name: str, value: Any, kind: type[_T], allowed: str) -> _T:
     if not isinstance(value, kind):
         raise TypeError(refused(name, allowed, value))
     return value
+
+
+def numbers(owner: Any, kind: type[Any], **bounds: Mapping[str, Any]) -> None:
+    """Checks the fields of a dataclass that are integers, floats or Booleans, or these or None.
+
+    Args:
+        owner: The object.
+        kind: The class whose fields are checked, as far as their types are these.
+        **bounds: For fields, the bounds of `integer` or `number`; otherwise integers are at least
+            1, and floats at least 0.
+
+    Raises:
+        TypeError: If a field has a wrong type.
+        ValueError: If one is out of bounds.
+    """
+    for field in dataclasses.fields(kind):
+        value, limits = getattr(owner, field.name), bounds.get(field.name, {})
+        if value is None and field.type in (int | None, float | None):
+            continue
+        if field.type in (int, int | None):
+            integer(field.name, value, **limits)
+        elif field.type in (float, float | None):
+            number(field.name, value, **(limits or {"least": 0}))
+        elif field.type is bool:
+            boolean(field.name, value)
 
 
 def word(name: str, value: Any, known: Iterable[str], other: str = "") -> str:

@@ -148,14 +148,3 @@ def integer(path: Path | str, name: str, value: Any, *, least: int = 0, most: in
     """
     with naming(path):
         return checks.integer(name, value, least=least, most=most)
-
-
-def number(path: Path | str, name: str, value: Any, **bounds: float) -> float:
-    """Returns a finite number in a file; see `integer`, and `checks.number` for `bounds`.
-
-    Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is not finite, or out of bounds.
-    """
-    with naming(path):
-        return checks.number(name, value, **bounds)

@@ -11,7 +11,8 @@ from typing import Any
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.common.outside import integer, naming, number
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.outside import integer, naming
 from megatrain_jax._src.lm.cli.errors import as_command_errors, as_value_errors
 from megatrain_jax._src.lm.cli.plan_settings import ChatSettings, MergeSettings
 from megatrain_jax._src.lm.common import hf_folder
@@ -40,8 +41,9 @@ def sampling_of(folder: Path, settings: ChatSettings) -> dict[str, Any]:
     given = hf_folder.read_json(path) if path else {}
     found = {name: x for name, x in given.items() if x is not None and x is not False}
     top_k = integer(str(path), "top_k", found.pop("top_k", _TOP_K))
-    top_p = number(str(path), "top_p", found.pop("top_p", 1.0), least=0)
-    temperature = number(str(path), "temperature", found.pop("temperature", 1.0), least=0)
+    with naming(str(path)):
+        top_p = checks.number("top_p", found.pop("top_p", 1.0), least=0)
+        temperature = checks.number("temperature", found.pop("temperature", 1.0), least=0)
     temperature = temperature if found.pop("do_sample", False) else 0.0
     found = {n: x for n, x in found.items() if n not in _WITHOUT_EFFECT and not n.startswith("_")}
     if found:

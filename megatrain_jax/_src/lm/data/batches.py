@@ -275,11 +275,11 @@ def room_for_images(corpus: Corpus, chosen: Int32[np.ndarray, " n"], packing: Pa
 
 # The minimum and maximum of each option; larger values would fit no machine.
 _BOUNDS = {
-    "length": (2, 2**22),
-    "batch_size": (1, 2**20),
-    "epochs": (1, 2**31 - 1),
-    "workers": (0, 2**10),
-    "seed": (0, None),
+    "length": {"least": 2, "most": 2**22},
+    "batch_size": {"most": 2**20},
+    "epochs": {"most": 2**31 - 1},
+    "workers": {"least": 0, "most": 2**10},
+    "seed": {"least": 0},
 }
 # The current epoch, and the next one if a batch or a thread reaches into it.
 _EPOCHS_KEPT = 2
@@ -312,11 +312,7 @@ class DatasetOptions:
             TypeError: If one has a wrong type.
             ValueError: If one is out of range.
         """
-        for name, (least, most) in _BOUNDS.items():
-            value = getattr(self, name)
-            if value is not None or name != "epochs":
-                checks.integer(name, value, least=least, most=most)
-        checks.boolean("shuffle", self.shuffle)
+        checks.numbers(self, DatasetOptions, **_BOUNDS)
 
 
 class Rows:

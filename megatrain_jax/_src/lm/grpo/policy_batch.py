@@ -80,23 +80,14 @@ class GrpoOptions:
 
     def __post_init__(self) -> None:
         """Checks the options."""
-        checks.integer("num_generations", self.num_generations, least=2)
-        for name in ("prompts_per_step", "max_completion_length", "num_iterations"):
-            checks.integer(name, getattr(self, name))
-        checks.number("temperature", self.temperature, above=0)
+        bounds: dict[str, Any] = {"num_generations": {"least": 2}, "temperature": {"above": 0}}
+        bounds |= dict.fromkeys(("top_k", "log_completions"), {"least": 0})
+        checks.numbers(self, GrpoOptions, **bounds, seed={"least": 0, "most": 2**32 - 1})
         check_restriction(self.top_p, self.top_k)
-        for name in ("epsilon", "beta"):
-            checks.number(name, getattr(self, name), least=0)
-        if self.epsilon_high is not None:
-            checks.number("epsilon_high", self.epsilon_high, least=0)
         for name, kinds in (("loss_type", LossType), ("scale_rewards", ScaleRewards)):
             checks.word(name, getattr(self, name), get_args(kinds))
         for weight in () if self.reward_weights is None else self.reward_weights:
             checks.number("reward_weights", weight)
-        for name in ("use_bias_correction_kl", "mask_truncated_completions", "shuffle"):
-            checks.boolean(name, getattr(self, name))
-        checks.integer("log_completions", self.log_completions, least=0)
-        checks.integer("seed", self.seed, least=0, most=2**32 - 1)
 
 
 Batch = Mapping[str, Any]

@@ -24,7 +24,7 @@ from megatrain_jax._src.lm.models.families import (
     state_spaces,
 )
 from megatrain_jax._src.lm.models.family import Family
-from megatrain_jax._src.lm.models.hf_common import Fields, as_ignored, shown
+from megatrain_jax._src.lm.models.hf_common import Fields, as_ignored
 from megatrain_jax._src.lm.models.tensors import some
 
 _FILES = (deepseek, dense, gemma, gemma4, hybrids, internvl, mixtures, state_spaces)
@@ -104,8 +104,8 @@ def read_config(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, 
                 "Transformers' before training."
             )
         raise ValueError(
-            f"`model_type` = {shown(name)} has no family here; docs/models.md lists them.{advice} "
-            "Any Flax module can be trained without a family: docs/your_model.md"
+            f"`model_type` = {checks.shown(name)} has no family here; docs/models.md lists them."
+            f"{advice} Any Flax module can be trained without a family: docs/your_model.md"
         )
     family = FAMILIES[name]
     fields = Fields(config, ignore)

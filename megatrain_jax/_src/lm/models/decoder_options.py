@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -211,20 +211,10 @@ class DecoderOptions:
             raise ValueError("a head with `head_bias` can't be the embedding, as `tie_embeddings`")
 
     def _check_types(self) -> None:
-        for name in ("attention_scale", "attention_softcap", "final_softcap"):
-            if getattr(self, name) is not None:
-                checks.number(name, getattr(self, name), above=0)
-        checks.number("logit_scale", self.logit_scale, above=0)
+        positive = ("attention_scale", "attention_softcap", "final_softcap", "logit_scale")
+        checks.numbers(self, DecoderOptions, **dict.fromkeys(positive, {"above": 0}))
         if not isinstance(self.scale_embedding, bool):
             checks.number("scale_embedding", self.scale_embedding, above=0)
-        for field in fields(DecoderOptions):
-            value = getattr(self, field.name)
-            if field.type is int or (field.type == int | None and value is not None):
-                checks.integer(field.name, value)
-            elif field.type is bool:
-                checks.boolean(field.name, value)
-            elif field.type is float:
-                checks.number(field.name, value, least=0)
         checks.word("norm", self.norm, ("rms", "layer"))
         checks.word("activation", self.activation, ACTIVATIONS)
         checks.instance("windows", self.windows, tuple, "a tuple of integers and None")

@@ -9,7 +9,6 @@ newer form.
 """
 
 import math
-import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -49,8 +48,6 @@ _MOST = {
     "num_experts": 2**14,
     "num_local_experts": 2**14,
 }
-_shown = reprlib.Repr()
-_shown.maxstring = _shown.maxother = 60
 
 
 class Fields:
@@ -145,7 +142,7 @@ class Fields:
             found = self.take(name, value)
             if found != value and found is not None and name not in self.ignore:
                 raise ValueError(
-                    f"`{name}` = {shown(found)} in a {self.family} isn't supported; only "
+                    f"`{name}` = {checks.shown(found)} in a {self.family} isn't supported; only "
                     f"{value!r} is"
                 )
 
@@ -159,7 +156,7 @@ class Fields:
             if name not in self._read | self.ignore and not name.startswith("_") and value
         }
         if unknown:
-            found = [f"`{name}` = {shown(value)}" for name, value in unknown.items()]
+            found = [f"`{name}` = {checks.shown(value)}" for name, value in unknown.items()]
             raise ValueError(
                 f"a {self.family} isn't known to have these fields, which may change what it "
                 f"computes: {some(found)}. Name fields without an effect in `ignore`."
@@ -176,11 +173,6 @@ def as_ignored(ignore: Sequence[str]) -> frozenset[str]:
     if not all(isinstance(name, str) for name in names):
         raise TypeError(checks.refused("ignore", "a list of names of fields", ignore))
     return frozenset(map(str, names))
-
-
-def shown(value: Any) -> str:
-    """Returns a value as text of bounded length, however long or deep it is."""
-    return _shown.repr(value)
 
 
 _OPTIONS = {
@@ -232,7 +224,7 @@ def read_rope(
     # Older files call it `type`.
     kind = next((values[k] for k in ("rope_type", "type") if values.get(k) is not None), "default")
     if not isinstance(kind, str) or kind not in kinds:
-        raise ValueError(f"`rope_type` = {shown(kind)} isn't supported in a {fields.family}")
+        raise ValueError(f"`rope_type` = {checks.shown(kind)} isn't supported in a {fields.family}")
     kind = kinds[kind]
     _check_options(values, kind, fields.ignore)
     share = _number(values, "partial_rotary_factor", 1.0)
@@ -303,7 +295,9 @@ def _stretching(
         raise ValueError("rotary embeddings of type 'yarn' need a number `factor`")
     for name in ("short_mscale", "long_mscale"):
         if kind == "longrope" and values.get(name) not in (None, 1.0):
-            raise ValueError(f"`{name}` = {shown(values[name])} of a longrope isn't supported")
+            raise ValueError(
+                f"`{name}` = {checks.shown(values[name])} of a longrope isn't supported"
+            )
     if original < 2:
         raise ValueError(
             "`original_max_position_embeddings`, or `max_position_embeddings` where it is missing, "
@@ -447,7 +441,7 @@ def read_activation(fields: Fields, name: str, default: str, *, null: bool = Fal
     value = fields.take(name, default)
     value = default if value is None and null else value
     if not isinstance(value, str) or value not in _ACTIVATIONS:
-        raise ValueError(f"`{name}` = {shown(value)} isn't supported in a {fields.family}")
+        raise ValueError(f"`{name}` = {checks.shown(value)} isn't supported in a {fields.family}")
     return _ACTIVATIONS[value]
 
 

@@ -49,12 +49,7 @@ class Experts:
 
     def __post_init__(self):
         """Checks each field, and that a token has enough experts to pass through."""
-        for name in ("num", "per_token", "intermediate_size"):
-            checks.integer(name, getattr(self, name))
-        if self.shared_size is not None:
-            checks.integer("shared_size", self.shared_size)
-        checks.boolean("normalize", self.normalize)
-        checks.number("balance_weight", self.balance_weight, least=0)
+        checks.numbers(self, Experts)
         checks.ascending("layers", self.layers)
         if not 1 <= self.per_token <= self.num:
             raise ValueError(

@@ -48,7 +48,6 @@ from megatrain_jax._src.lm.models.export import (
     write_end_tokens,
     written_once,
 )
-from megatrain_jax._src.lm.models.hf_common import shown
 from megatrain_jax._src.lm.models.lora import Lora, ModulePath, adapted_modules, lora, name_of
 from megatrain_jax._src.lm.models.pretrained import (
     ParameterTensors,
@@ -229,7 +228,7 @@ def read_settings(folder: Path, *, merging: bool) -> AdapterSettings:
     values = read_json(path)
     given = {"peft_type": None, **values}
     wrong = [
-        f"{name[:60]}={shown(value)}"
+        f"{name[:60]}={checks.shown(value)}"
         for name, value in given.items()
         if not _is_right(name, value, merging)
     ]

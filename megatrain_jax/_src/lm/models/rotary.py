@@ -6,7 +6,7 @@ the layers, because they are small enough to stay on the device while layers str
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -86,16 +86,9 @@ class Rope:
         """Checks each number, and that the kind's parameters are given."""
         checks.word("kind", self.kind, get_args(RopeKind))
         checks.integer("dim", self.dim)
-        checks.number("query_growth", self.query_growth, least=0)
-        for field in fields(self):
-            if field.type is float and field.name != "query_growth":
-                checks.number(field.name, getattr(self, field.name), above=0)
-            elif field.type is bool:
-                checks.boolean(field.name, getattr(self, field.name))
-        for name in ("max_length", "original_length"):
-            if getattr(self, name) is not None:
-                checks.integer(name, getattr(self, name), least=0)
-        checks.integer("turning", self.turning, least=0, most=self.dim // 2)
+        bounds: dict[str, Any] = {f.name: {"above": 0} for f in fields(self) if f.type is float}
+        bounds |= dict.fromkeys(("max_length", "original_length", "query_growth"), {"least": 0})
+        checks.numbers(self, Rope, **bounds, turning={"least": 0, "most": self.dim // 2})
         if self.query_growth and not self.original_length:
             raise ValueError("a Rope with `query_growth` needs `original_length`")
         for name in ("short_factors", "long_factors"):
