@@ -132,6 +132,16 @@ def naming(path: Path | str) -> Iterator[None]:
         raise ValueError(f"{path}: {what}") from error
 
 
+@contextmanager
+def as_value_errors(message: str) -> Iterator[None]:
+    """Turns any error of another library into a `ValueError` of one line that begins with this."""
+    try:
+        yield
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        raise ValueError(f"{message}: {why}") from error
+
+
 def integer(path: Path | str, name: str, value: Any, *, least: int = 0, most: int = MOST) -> int:
     """Returns an integer in a file.
 

@@ -82,7 +82,7 @@ def test_packing_places_every_piece_once_and_overfills_no_row(seed: int):
     packing = pack(lengths, 64)
     for epoch in range(2):
         drawn = draw_epoch(packing, lengths, seed, epoch)
-        rows = drawn.rows(0, packing.num_rows)
+        rows = [drawn[row] for row in range(packing.num_rows)]
         assert sorted(np.concatenate(rows)) == list(range(len(lengths)))
         sizes = [int(lengths[row].sum()) for row in rows]
         assert 0 < min(sizes) and max(sizes) <= 64
@@ -100,14 +100,16 @@ def test_packing_fits_as_well_as_the_naive_best_fit():
         rooms.append((min(fitting) if fitting else 128) - size)
     packing = pack(lengths, 128)
     assert packing.num_rows == len(rooms)
-    sizes = [128 - int(lengths[r].sum()) for r in draw_epoch(packing, lengths, 0, 0).rows(0, 10**6)]
+    drawn = draw_epoch(packing, lengths, 0, 0)
+    sizes = [128 - int(lengths[drawn[row]].sum()) for row in range(packing.num_rows)]
     assert sorted(sizes) == sorted(rooms)
 
 
 def test_without_a_seed_rows_come_in_the_order_of_their_first_units():
     lengths = np.random.default_rng(0).integers(1, 65, 100).astype(np.int32)
     packing = pack(lengths, 64)
-    rows = draw_epoch(packing, lengths, None, 0).rows(0, packing.num_rows)
+    drawn = draw_epoch(packing, lengths, None, 0)
+    rows = [drawn[row] for row in range(packing.num_rows)]
     firsts = [row.min() for row in rows]
     assert firsts == sorted(firsts) != [row[0] for row in rows]
 

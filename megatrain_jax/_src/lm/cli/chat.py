@@ -12,8 +12,8 @@ from typing import Any
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.outside import integer, naming
-from megatrain_jax._src.lm.cli.errors import as_command_errors, as_value_errors
+from megatrain_jax._src.common.outside import as_value_errors, integer, naming
+from megatrain_jax._src.lm.cli.errors import as_command_errors
 from megatrain_jax._src.lm.cli.plan_settings import ChatSettings, MergeSettings
 from megatrain_jax._src.lm.common import hf_folder
 from megatrain_jax._src.lm.common.adapter_layers import EMBEDDINGS, different_layers

@@ -39,16 +39,6 @@ def as_command_errors() -> Iterator[None]:
         raise CommandError(error_text(error)) from error
 
 
-@contextmanager
-def as_value_errors(message: str) -> Iterator[None]:
-    """Turns any error of another library into a `ValueError` of one line that begins with this."""
-    try:
-        yield
-    except Exception as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        raise ValueError(f"{message}: {why}") from error
-
-
 def error_text(error: BaseException) -> str:
     """The text of an error, with the notes that were added to it."""
     notes = (note for note in getattr(error, "__notes__", ()) if _OF_TRACEBACKS not in note)

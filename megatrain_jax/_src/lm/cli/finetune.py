@@ -16,11 +16,11 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import data, models, objectives
-from megatrain_jax._src.common.outside import naming
+from megatrain_jax._src.common.outside import as_value_errors, naming
 from megatrain_jax._src.common.trees import finds
 from megatrain_jax._src.lm.cli import model_and_batch
 from megatrain_jax._src.lm.cli import training_recipe as training
-from megatrain_jax._src.lm.cli.errors import as_value_errors, option
+from megatrain_jax._src.lm.cli.errors import option
 from megatrain_jax._src.lm.cli.finetune_settings import OBJECTIVE_KINDS, FinetuneSettings
 from megatrain_jax._src.lm.cli.recipe import Job, Loss
 from megatrain_jax._src.lm.cli.run_data import common_options, errors_name_option, summarised

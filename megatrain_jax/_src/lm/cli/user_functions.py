@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatrain_jax._src.common.outside import as_value_errors
+
 
 def imported(option: str, given: str) -> Callable[..., Any]:
     """Imports a function.
@@ -26,11 +28,8 @@ def imported(option: str, given: str) -> Callable[..., Any]:
             f"`{option}`={given} must be a file and a function, such as {option}.py:mine, or a "
             "module and a function, such as package.module:mine"
         )
-    try:
+    with as_value_errors(f"`{option}`={given}: {place} can't be imported"):
         module = _of_file(place) if place.endswith(".py") else _of_module(place)
-    except Exception as error:  # the module is the user's, and may raise anything
-        why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"`{option}`={given}: {place} can't be imported: {why}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"`{option}`={given}: {place} has no function {name!r}")

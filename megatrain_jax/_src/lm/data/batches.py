@@ -53,10 +53,9 @@ class Epoch:
     units: Int32[np.ndarray, " units"]
     offsets: Int64[np.ndarray, " rows+1"]
 
-    def rows(self, start: int, stop: int) -> list[np.ndarray]:
-        """The units of some rows."""
-        bounds = self.offsets[start : stop + 1]
-        return [self.units[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    def __getitem__(self, row: int) -> Int32[np.ndarray, " n"]:
+        """The units of a row."""
+        return self.units[self.offsets[row] : self.offsets[row + 1]]
 
 
 def pack(lengths: Int32[np.ndarray, " units"], length: int) -> Packing:
@@ -357,8 +356,7 @@ class Rows:
     def __getitem__(self, number: int) -> np.ndarray:
         """The units of a row."""
         epoch, row = divmod(number, self._packing.num_rows)
-        (units,) = self._epoch(epoch).rows(row, row + 1)
-        return self._chosen[units]
+        return self._chosen[self._epoch(epoch)[row]]
 
     def _epoch(self, number: int) -> Epoch:
         with self._lock:

@@ -97,7 +97,7 @@ class Corpus:
 
 
 class GrowingFiles:
-    """Flat arrays in a new folder, extended piece by piece.
+    """Flat arrays in a new folder, extended piece by piece; deleted if a `with` statement fails.
 
     Attributes:
         folder: The folder.
@@ -107,6 +107,15 @@ class GrowingFiles:
         """Writes to a folder, which `discard` deletes."""
         self._unfinished, self.folder = unfinished, unfinished.path
         self._open: dict[str, tuple[Any, np.dtype[Any], tuple[int, ...]]] = {}
+
+    def __enter__(self) -> "GrowingFiles":
+        """Returns the files."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Deletes them after an error."""
+        if kind is not None:
+            self.discard()
 
     def append(self, name: str, items: np.ndarray) -> None:
         """Writes further items of an array; the first ones determine its dtype and its rows."""

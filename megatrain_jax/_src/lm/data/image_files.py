@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from megatrain_jax._src.common.outside import check_regular
+from megatrain_jax._src.common.outside import as_value_errors, check_regular
 from megatrain_jax._src.lm.common.hf_folder import PROCESSOR_FILES, read_json
 from megatrain_jax._src.lm.common.hub import TOKENIZER_FILES, folder_or_download
 from megatrain_jax._src.lm.data.report import InvalidRow
@@ -429,7 +429,7 @@ def _loaded(given: str | PathLike[str]) -> tuple[str, Any]:
     files = (*PROCESSOR_FILES, "tokenizer_config.json")
     read = [read_json(folder / name) for name in files if (folder / name).is_file()]
     kind = next((x["processor_class"] for x in read if x.get("processor_class")), None)
-    try:
+    with as_value_errors(f"`processor` = {folder}: Transformers can't load it"):
         # Imported only here, because it imports PyTorch if that is installed.
         transformers = importlib.import_module("transformers")
         if _KINDS.get(str(kind), _Gemma) is _Gemma:
@@ -437,9 +437,6 @@ def _loaded(given: str | PathLike[str]) -> tuple[str, Any]:
             return type(processor).__name__, processor
         # The whole processor also has one of videos, which needs Torchvision.
         images = transformers.AutoImageProcessor.from_pretrained(str(folder), **options)
-    except Exception as error:  # Transformers' errors for damaged files have no common type
-        why = f"{type(error).__name__}: {str(error)[:500]}"
-        raise ValueError(f"`processor` = {folder}: Transformers can't load it: {why}") from error
     template = folder / "chat_template.json"
     written = read_json(template).get("chat_template") if template.is_file() else None
     parts = {"image_processor": images, "tokenizer": tokenizer}

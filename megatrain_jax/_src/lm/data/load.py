@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import fields
 from os import PathLike
 from typing import Any, Literal, TypeVar, get_args
@@ -30,7 +30,7 @@ from megatrain_jax._src.lm.data.report import (
 from megatrain_jax._src.lm.data.row_formats import to_distilled
 from megatrain_jax._src.lm.data.sources import Parts, Source, resolve
 from megatrain_jax._src.lm.data.template import Template
-from megatrain_jax._src.lm.data.token_cache import Cached, GrowingFiles, TokenCache, open_cache
+from megatrain_jax._src.lm.data.token_cache import Cached, TokenCache, open_cache
 from megatrain_jax._src.lm.data.tokenizer import (
     BeyondVocabulary,
     FastTokenizer,
@@ -137,7 +137,7 @@ def _dataset(
     if cache is not None and (found := cache.find()) is not None:
         return _to_dataset(found, options, given["progress"])
     report = Report(is_strict=given["invalid"] == "error")
-    with _files_of(cache) as files:
+    with nullcontext() if cache is None else cache.files() as files:
         builder = CorpusBuilder(
             options.length, given["too_long"], report, tokens.fault, num_parts, files
         )
@@ -212,20 +212,6 @@ def _to_dataset(made: Cached, options: DatasetOptions, progress: bool) -> Datase
                 "difference between answers that can be learned",
             )
     return Dataset(made.corpus, made.summary, options, made.chat_template)
-
-
-@contextmanager
-def _files_of(cache: TokenCache | None) -> Iterator[GrowingFiles | None]:
-    """New files for the tokens of a dataset, deleted if the body fails; None without a cache."""
-    if cache is None:
-        yield None
-        return
-    files = cache.files()
-    try:
-        yield files
-    except BaseException:
-        files.discard()
-        raise
 
 
 def _conversations(

@@ -95,8 +95,8 @@ class TokenCache:
         with naming_cache(self.path):
             return GrowingFiles(UnfinishedFolder(self.path, 0o700))
 
-    def keep(self, files: GrowingFiles, made: Cached) -> Cached:
-        """Completes a new dataset; returns it as mapped from its final place.
+    def keep(self, files: GrowingFiles, made: Cached) -> None:
+        """Completes a new dataset.
 
         Args:
             files: The files, with all arrays of tokens.
@@ -126,7 +126,6 @@ class TokenCache:
             files.folder.rename(self.path)
             sync(self.path.parent)
         files.discard()
-        return made
 
     def _read(self) -> Cached:
         check_regular(self.path / _ABOUT)
