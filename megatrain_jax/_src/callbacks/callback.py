@@ -6,13 +6,14 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from megatrain_jax import FitResult, Trainer
 from megatrain_jax._src.common.checks import is_number
-from megatrain_jax._src.common.outside import naming
+from megatrain_jax._src.common.outside import naming, needing
 from megatrain_jax._src.common.unfinished import naming_file
 
 
@@ -127,9 +128,9 @@ def finite_or_none(values: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-def missing(package: str, extra: str) -> ImportError:
-    """The error for a callback's package that is not installed."""
-    return ImportError(f'this callback needs {package}: pip install "megatrain-jax[{extra}]"')
+def needing_extra(name: str) -> AbstractContextManager[None]:
+    """Advises to install a package, by the extra of its name, if it can't be imported."""
+    return needing(f'this callback needs {name}: pip install "megatrain-jax[{name}]"')
 
 
 # ---- tables of texts

@@ -7,6 +7,7 @@ from typing import Any
 from megatrain_jax import FitResult, History, Trainer
 from megatrain_jax._src.callbacks.callback import Callback
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.outside import needing
 
 
 class LiveCurve(Callback):
@@ -39,10 +40,8 @@ class LiveCurve(Callback):
             TypeError: If an argument has a wrong type.
             ValueError: If a number is less than 1.
         """
-        try:
+        with needing("a live curve needs a notebook: pip install jupyter"):
             from IPython import display
-        except ImportError as error:
-            raise ImportError("a live curve needs a notebook: pip install jupyter") from error
         self._ipython: Any = display
         self._every = checks.integer("every", every)
         self._options: dict[str, Any] = {"metrics": metrics, "log": log, "smooth": smooth}

@@ -28,11 +28,11 @@ from megatrain_jax._src.callbacks.callback import (
     as_markdown,
     as_text,
     finite_or_none,
-    missing,
+    needing_extra,
     replace_file,
 )
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.outside import integer, naming, parsed_json
+from megatrain_jax._src.common.outside import as_value_errors, integer, naming, parsed_json
 from megatrain_jax._src.common.unfinished import naming_file
 
 
@@ -221,21 +221,14 @@ class MLflow(Log):
         for name, value in {"experiment": experiment, **given}.items():
             if not isinstance(value, str) and (value is not None or name == "experiment"):
                 raise TypeError(checks.refused(name, "a str", value))
-        try:
+        with needing_extra("mlflow"):
             from mlflow import MlflowClient
             from mlflow.entities import Metric
-            from mlflow.exceptions import MlflowException
-        except ImportError as error:
-            raise missing("mlflow", "mlflow") from error
-        try:
+        with as_value_errors(f"MLflow can't use `tracking_uri`={tracking_uri}"):
             self._metric, self._client = Metric, MlflowClient(tracking_uri)
-        except MlflowException as error:
-            raise ValueError(f"MLflow can't use `tracking_uri`={tracking_uri}: {error}") from error
         if run_id is not None:
-            try:
+            with as_value_errors(f"MLflow can't go on with `run_id`={run_id}"):
                 self._client.get_run(run_id)
-            except MlflowException as error:
-                raise ValueError(f"MLflow can't go on with `run_id`={run_id}: {error}") from error
         self._experiment, self._run_name, self.run_id = experiment, run_name, run_id
 
     def _open(self, num_steps: int) -> None:
@@ -286,11 +279,9 @@ class TensorBoard(Log):
             ImportError: If TensorBoard is not installed.
             TypeError: If `folder` is not a path.
         """
-        try:
+        with needing_extra("tensorboard"):
             from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            raise missing("tensorboard", "tensorboard") from error
         self._make: Any = EventFileWriter
         self._event: Any = event_pb2
         self._summary: Any = summary_pb2
@@ -353,10 +344,8 @@ class WandB(Log):
                 a terminal and in a notebook, wandb asks for the key instead; if several processes
                 share a run, the first one asks when the run begins.
         """
-        try:
+        with needing_extra("wandb"):
             import wandb
-        except ImportError as error:
-            raise missing("wandb", "wandb") from error
         _check_wandb(wandb, init)
         _log_in_wandb(wandb, init.get("mode") or os.environ.get("WANDB_MODE", "online"))
         self._start, self._init = wandb.init, init

@@ -142,6 +142,15 @@ def as_value_errors(message: str) -> Iterator[None]:
         raise ValueError(f"{message}: {why}") from error
 
 
+@contextmanager
+def needing(advice: str, kind: type[Exception] = ImportError) -> Iterator[None]:
+    """Turns the error of a package that can't be imported into one with advice."""
+    try:
+        yield
+    except ImportError as error:
+        raise kind(advice) from error
+
+
 def integer(path: Path | str, name: str, value: Any, *, least: int = 0, most: int = MOST) -> int:
     """Returns an integer in a file.
 

@@ -12,7 +12,7 @@ from typing import Any
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.outside import as_value_errors, integer, naming
+from megatrain_jax._src.common.outside import as_value_errors, integer, naming, needing
 from megatrain_jax._src.lm.cli.errors import as_command_errors
 from megatrain_jax._src.lm.cli.plan_settings import ChatSettings, MergeSettings
 from megatrain_jax._src.lm.common import hf_folder
@@ -320,10 +320,8 @@ def _listed(ids: int | Sequence[int] | None) -> Sequence[int]:
 
 
 def _imported(name: str, otherwise: str) -> Any:
-    try:
+    with needing(otherwise):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(otherwise) from error
 
 
 def _language_model(transformers: Any, folder: Path) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.outside import needing
 from megatrain_jax._src.lm.common.hf_folder import existing_folder
 
 # Files that are downloaded: of a tokenizer, with the model's configuration; and of a checkpoint.
@@ -84,13 +85,9 @@ def folder_or_download(name: str, given: Any, holds: str, files: Sequence[str]) 
     at = "" if revision is None else f" --revision {revision}"
     advice = f"`hf download {repository}{at} --local-dir FOLDER` downloads one of the Hub"
     missing = f"`{name}` must be a folder on disk that holds {holds}, but there is no folder {text}"
-    try:
-        # An optional dependency: only Hub checkpoints need it.
+    automatic = f"{advice}; with `pip install huggingface_hub` this happens automatically"
+    with needing(f"{missing}. {automatic}", FileNotFoundError):  # only Hub checkpoints need it
         hub = importlib.import_module("huggingface_hub")
-    except ImportError as caught:
-        raise FileNotFoundError(
-            f"{missing}. {advice}; with `pip install huggingface_hub` this happens automatically"
-        ) from caught
     try:
         found = hub.snapshot_download(repository, revision=revision, allow_patterns=list(files))
         return Path(found)
@@ -119,12 +116,8 @@ def check_upload(name: str, repository: str) -> None:
         ImportError: If huggingface_hub is not installed.
         ValueError: If the name is invalid, or nobody is logged in.
     """
-    try:
+    with needing(f"`{name}` needs huggingface_hub: pip install huggingface_hub"):
         hub = importlib.import_module("huggingface_hub")
-    except ImportError as caught:
-        raise ImportError(
-            f"`{name}` needs huggingface_hub: pip install huggingface_hub"
-        ) from caught
     if not re.fullmatch(_OWNED, repository):
         raise ValueError(checks.refused(name, "a name such as someone/mine", repository))
     if hub.constants.HF_HUB_OFFLINE:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.outside import needing
 from megatrain_jax._src.lm.common.hub import HubRows, failure, hub_rows
 from megatrain_jax._src.lm.data.columnar import is_columnar, restored_rows, table_rows
 from megatrain_jax._src.lm.data.reading import COMPRESSIONS, KINDS, TEXT_KINDS, kind_of
@@ -164,22 +165,18 @@ def _named(given: Any, texts: bool) -> list[str | GivenRows]:
 
 def _downloaded(given: str, found: HubRows) -> GivenRows:
     """The rows of a dataset on the Hub, mapped from the cache of the library `datasets`."""
-    try:
-        # An optional dependency: only the Hub's datasets need it.
+    absent = f"there is no file {given}, which `source` names"
+    needed = f"{absent}; a dataset of the Hugging Face Hub needs `pip install datasets`"
+    with needing(needed, FileNotFoundError):  # only the Hub's datasets need it
         datasets = importlib.import_module("datasets")
-    except ImportError as caught:
-        raise FileNotFoundError(
-            f"there is no file {given}, which `source` names; a dataset of the Hugging Face Hub "
-            "needs `pip install datasets`"
-        ) from caught
     try:
         rows = datasets.load_dataset(
             found.name, found.config, split=found.split, revision=found.revision
         )
     except Exception as caught:  # HTTP, cache, format and disk errors have no common type
         raise FileNotFoundError(
-            f"there is no file {given}, which `source` names, and it can't be loaded from the "
-            f"Hugging Face Hub as NAME:SPLIT or NAME:CONFIG:SPLIT: {failure(caught)}. "
+            f"{absent}, and it can't be loaded from the Hugging Face Hub as NAME:SPLIT or "
+            f"NAME:CONFIG:SPLIT: {failure(caught)}. "
             f"`hf download {found.name} --repo-type dataset --local-dir FOLDER` downloads its files"
         ) from caught
     return GivenRows(given, restored_rows(rows), rows._fingerprint)

@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from megatrain_jax._src.common.computed_array import ComputedArray
+from megatrain_jax._src.common.outside import needing
 from megatrain_jax._src.lm.common.hf_folder import name_within, read_json, regular_file
 
 DTYPES: dict[str, np.dtype] = {
@@ -178,12 +179,9 @@ def open_file(path: Path) -> dict[str, Tensor]:
         ModuleNotFoundError: If safetensors is not installed.
         ValueError: If the file is damaged.
     """
-    try:
+    needed = 'reading checkpoints needs safetensors: pip install "megatrain-jax[finetune]"'
+    with needing(needed, ModuleNotFoundError):
         from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'reading checkpoints needs safetensors: pip install "megatrain-jax[finetune]"'
-        ) from error
     try:
         file = safe_open(str(path), framework="numpy")
         slices = {name: file.get_slice(name) for name in file.keys()}
