@@ -5,7 +5,7 @@ The losses have the same names in `megatrain_jax.objectives`. This file needs no
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.cli import run_settings
@@ -119,6 +119,9 @@ class FinetuneSettings(run_settings.TrainingSettings, run_settings.AdapterSettin
             (model), or both; default: adapter. Without adapters, model.
     """
 
+    bounds: ClassVar = run_settings.Settings.bounds | dict.fromkeys(
+        ("beta", "neftune_noise_alpha", "temperature", "lora_alpha"), {"above": 0}
+    )
     model: str
     ignore: list[str] | None = None
     new_tokens: list[str] | str | None = None
@@ -156,11 +159,7 @@ class FinetuneSettings(run_settings.TrainingSettings, run_settings.AdapterSettin
         """
         super().__post_init__()
         checks.path("model", self.model)
-        self.check_each(checks.number, "beta neftune_noise_alpha temperature", above=0)
-        names = "simpo_gamma cpo_alpha desirable_weight undesirable_weight"
-        self.check_each(checks.number, f"{names} center_rewards_coefficient", least=0)
         self.check_shares("distill_alpha")
-        self.check_each(checks.integer, "topk lora_rank")
         if self.temperature != 1 and self.tail:
             raise ValueError(
                 f"`temperature`={self.temperature} needs `tail`=false: the probability of tokens "
@@ -170,7 +169,6 @@ class FinetuneSettings(run_settings.TrainingSettings, run_settings.AdapterSettin
         for name, pattern in (*patterns, ("lora_targets", self.lora_targets)):
             checks.pattern(name, pattern)
         if self.lora_rank is not None:
-            checks.number("lora_alpha", self.lora_alpha, above=0)
             if not 0 <= self.lora_dropout < 1:
                 allowed = "a share from 0, below 1"
                 raise ValueError(checks.refused("lora_dropout", allowed, self.lora_dropout))

@@ -1,7 +1,7 @@
 """The settings of `megatrain-jax grpo`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.cli import run_settings
@@ -47,6 +47,9 @@ class GrpoSettings(run_settings.RunSettings, run_settings.AdapterSettings):
             (model), or both; default: adapter. Without adapters, model.
     """
 
+    bounds: ClassVar = run_settings.Settings.bounds | dict.fromkeys(
+        ("top_k", "log_completions"), {"least": 0}
+    )
     model: str
     rewards: list[str] | str
     steps: int
@@ -82,7 +85,6 @@ class GrpoSettings(run_settings.RunSettings, run_settings.AdapterSettings):
         """
         super().__post_init__()
         checks.path("model", self.model)
-        self.check_each(checks.integer, "steps num_generations prompts_per_step")
         rows = self.num_generations * self.prompts_per_step
         if rows % self.least_microbatches:
             raise ValueError(

@@ -59,8 +59,8 @@ class PlanSettings(run_settings.StepSettings, run_settings.AdapterSettings):
         Raises:
             ValueError: If one is out of range, or needs an option that is missing.
         """
+        super().__post_init__()
         self.check_step()
-        self.check_each(checks.integer, "gpus hosts length lora_rank")
         if self.network is not None:
             rate_of("network", self.network)
         if self.disk is not None:
@@ -68,7 +68,6 @@ class PlanSettings(run_settings.StepSettings, run_settings.AdapterSettings):
         self.check_use("network state_per_process", self.hosts > 1, "several hosts: set `hosts`")
         if self.microbatches == "auto" and self.tokens is None:
             raise ValueError("`microbatches`=auto needs `tokens`: any batch fits in small parts")
-        self.check_each(checks.number, "ema_decay", least=0)
         self.check_use(
             "frozen",
             self.trainable is not None or self.lora_rank is not None,
@@ -167,10 +166,8 @@ class ChatSettings(run_settings.Settings):
         Raises:
             ValueError: If an option is out of range.
         """
+        super().__post_init__()
         checks.path("model", self.model)
-        checks.integer("max_tokens", self.max_tokens)
-        self.check_each(checks.integer, "seed", least=0)
-        self.check_each(checks.number, "temperature", least=0)
         if self.library == "jax" and self.device is not None:
             raise ValueError("`device` is a device of PyTorch: leave it out with `library`=jax")
         if self.prompt is not None and not self.prompt.strip():

@@ -6,7 +6,7 @@ They need no JAX, so that settings are checked before anything heavy is imported
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.suggestions import did_you_mean
@@ -43,7 +43,24 @@ LogName = Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of a command, with checks of several at once."""
+    """The settings of a command, with checks of several at once.
+
+    Attributes:
+        bounds: The bounds of numbers that differ from those of `checks.numbers`.
+    """
+
+    bounds: ClassVar[dict[str, dict[str, float]]] = {
+        **dict.fromkeys(("seed", "workers"), {"least": 0}),
+        **dict.fromkeys(("learning_rate", "clip"), {"above": 0}),
+    }
+
+    def __post_init__(self) -> None:
+        """Checks all numbers.
+
+        Raises:
+            ValueError: If one is out of range.
+        """
+        checks.numbers(self, type(self), **self.bounds)
 
     def check_each(self, check: Callable[..., Any], names: str, **bounds: float) -> None:
         """Checks settings by a function of `checks`, except for None and "auto".
@@ -141,7 +158,6 @@ class StepSettings(Settings):
             ValueError: If one is out of range.
         """
         self.check_each(checks.integer, "microbatches")
-        self.check_each(checks.number, "clip", above=0)
         checks.device_budget(self.device_budget)
         checks.num_bytes("host_budget", self.host_budget)
         check_optimizer(self.optimizer)
@@ -254,11 +270,8 @@ class RunSettings(StepSettings):
             )
         if not self.sources:
             raise ValueError("`data` is empty: it names no file")
+        super().__post_init__()
         self.check_step()
-        self.check_each(checks.integer, "keep log_every checkpoint_every")
-        self.check_each(checks.integer, "seed", least=0)
-        self.check_each(checks.number, "learning_rate", above=0)
-        self.check_each(checks.number, "weight_decay", least=0)
         self.check_shares("warmup final_rate b1 b2")
         checks.num_bytes("disk_budget", self.disk_budget)
         self.check_use("disk_budget", self.disk_dir is not None, "a folder: set `disk_dir`")
@@ -393,11 +406,7 @@ class TrainingSettings(RunSettings):
             ValueError: If an option is out of range, or some contradict each other.
         """
         super().__post_init__()
-        names = "length batch sample_tokens epochs steps eval_every stop_after"
-        self.check_each(checks.integer, names)
-        self.check_each(checks.integer, "workers", least=0)
         self.check_shares("held_out")
-        self.check_each(checks.number, "min_delta ema_decay", least=0)
         self._check_data()
         self._check_push()
         self._check_evaluation()
