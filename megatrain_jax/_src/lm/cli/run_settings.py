@@ -49,7 +49,7 @@ class Settings:
         bounds: The bounds of numbers that differ from those of `checks.numbers`.
     """
 
-    bounds: ClassVar[dict[str, dict[str, float]]] = {
+    bounds: ClassVar[dict[str, Any]] = {
         **dict.fromkeys(("seed", "workers"), {"least": 0}),
         **dict.fromkeys(("learning_rate", "clip"), {"above": 0}),
     }

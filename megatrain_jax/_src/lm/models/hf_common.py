@@ -624,14 +624,14 @@ def experts(
         step = fields.integer("decoder_sparse_step", 1)
         dense = set(fields.listed("mlp_only_layers", int, "integers") or ())
         layers = [i for i in layers if i not in dense and (i + 1) % step == 0]
+    width = sizes["intermediate_size"]
     if inside is not None:
-        inside = fields.integer("moe_intermediate_size", inside)
-    inside = inside or sizes["intermediate_size"]
+        width = fields.integer("moe_intermediate_size", inside)
     if shared is not None:
         shared_size = fields.integer("shared_expert_intermediate_size", shared)
     if num_shared is not None:
         name, default, least = num_shared
-        shared_size = inside * fields.integer(name, default, least=least) or None
+        shared_size = width * fields.integer(name, default, least=least) or None
     if normalize is None:
         normalize = fields.flag("norm_topk_prob", norm_topk_prob)
     # Transformers adds the loss in training only if it is asked for the routers' logits.
@@ -645,7 +645,7 @@ def experts(
     return Experts(
         num=first or second or num,
         per_token=per_token,
-        intermediate_size=inside,
+        intermediate_size=width,
         normalize=normalize,
         layers=layers,
         shared_size=shared_size,
