@@ -502,6 +502,7 @@ def test_the_address_of_a_store_comes_from_the_environment(monkeypatch):
 def test_what_a_store_refuses_is_an_error_of_the_system(said, kind, named):
     future: Future[None] = Future()
     future.set_exception(ValueError(f"{said} [source_location='a.cc:1']"))
+    path: Any = path_of("gs://mine/run")
     with pytest.raises(OSError, match=named) as raised:
-        path_of("gs://mine/run")._result(future)
+        path._result(future)
     assert type(raised.value) is kind and "a.cc" not in str(raised.value)

@@ -16,7 +16,7 @@ from unittest import mock
 import jax
 import pytest
 from jax._src.distributed import global_state
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from boards import MESSAGES, PRESENCE, FakeBoard, look, present, processes_of
 from megatrain_jax._src.common.activity import doing, progressed

@@ -656,8 +656,8 @@ def test_columns_are_missed_only_where_there_are_rows():
     class Parts(list[Any]):
         columns = {"text": "body"}
 
-    report = Report()
-    assert not [*documents.read_rows(Parts(), dict, report)]
-    rows = Parts([GivenRows("rows", [{"other": "x"}])])
+    nothing: Any = Parts()
+    rows: Any = Parts([GivenRows("rows", [{"other": "x"}])])
+    assert not list(documents.read_rows(nothing, dict, Report()))
     with refuses(data.DataError, "`columns`", "body"):
-        [*documents.read_rows(rows, dict, report)]
+        list(documents.read_rows(rows, dict, Report()))
