@@ -25,6 +25,7 @@ from megatrain_jax._src.engine.state.host_leaves import read_leaves
 from megatrain_jax._src.engine.state.layout import layout_group
 from optimizers import OPTIMIZERS
 from runs import make_spec
+from slabs import all_unpacked, unpacked
 from zoo_case import Case
 
 FP32 = mt.Precision(compute=jnp.float32)
@@ -60,8 +61,13 @@ def at_once(part, layout):
 
     def update(masters, state, gradient, messages, ok, draw):
         rows = layout.master.joined(gradient), layout.master.decode(masters)
-        leaves = [layout.master.unpack(slab, i) for slab in rows for i in range(count)]
-        args = [*part.consts, *leaves, *layout.state.unpack(layout.state.decode(state)), *messages]
+        leaves = [unpacked(layout.master, slab, i) for slab in rows for i in range(count)]
+        args = [
+            *part.consts,
+            *leaves,
+            *all_unpacked(layout.state, layout.state.decode(state)),
+            *messages,
+        ]
         out = jx.evaluate(part.jaxpr, args)
         own, *others = layout.slab_draws(draw)
         new = layout.master.encode(layout.master.pack(out[:count]), own)
@@ -76,7 +82,7 @@ def random_arguments(layout, part, num_messages):
 
     def slab(layout):
         values = jnp.asarray(rng.gamma(0.5, size=layout.size), layout.dtype)
-        return layout.pack([layout.unpack(values, i) for i in range(len(layout.shapes))])
+        return layout.pack([unpacked(layout, values, i) for i in range(len(layout.shapes))])
 
     avals = [v.aval for v in part.jaxpr.invars[len(part.jaxpr.invars) - num_messages :]]
     messages = [jnp.asarray(rng.integers(1, 3, a.shape), a.dtype) for a in avals]

@@ -17,6 +17,7 @@ from megatrain_jax._src.engine.state.layout import GroupLayout, layout_of, mixed
 from optimizers import DEFERRED, OPTIMIZERS
 from oracle import train_plain
 from runs import check_close, make_spec, make_trainer, train
+from slabs import all_unpacked
 from zoo import CASES
 
 PIECE = 60  # elements; of the model's leaves some have fewer, and most no multiple of it
@@ -110,7 +111,7 @@ def test_small_leaves_are_reduced_as_ever():
             leaves = range(len(layout.master.shapes))
             slabs = gradient, masters
             rows = (layout.master.unpack_from(slab, i) for slab in slabs for i in leaves)
-            state = layout.state.unpack([slab for (slab,) in state])
+            state = all_unpacked(layout.state, [slab for (slab,) in state])
             args = [*fragment.consts, *rows, *state, *others]
             return jx.evaluate(fragment.jaxpr, args)
 

@@ -18,6 +18,7 @@ from megatrain_jax._src.engine.state.host_leaves import read_leaves
 from megatrain_jax._src.engine.state.layout import layout_of
 from optimizers import OPTIMIZERS
 from runs import SLOW, make_spec
+from slabs import all_unpacked, unpacked
 from zoo import CASES
 from zoo_case import Case
 
@@ -81,8 +82,8 @@ def leaf_by_leaf(part, layout):
 
     def compute(masters, state, gradient, messages):
         rows = (gradient, masters)
-        leaves = [layout.master.unpack(slab, i) for slab in rows for i in range(count)]
-        args = [*part.consts, *leaves, *layout.state.unpack(state), *messages]
+        leaves = [unpacked(layout.master, slab, i) for slab in rows for i in range(count)]
+        args = [*part.consts, *leaves, *all_unpacked(layout.state, state), *messages]
         out = jx.evaluate(part.jaxpr, args)
         return layout.master.pack(out[:count]), layout.state.pack(out[count:])
 

@@ -38,6 +38,7 @@ from runs import (
     train,
     variables_of,
 )
+from slabs import unpacked
 from zoo import CASES
 
 TOLERANCE = 2e-6
@@ -275,10 +276,10 @@ def test_shards_hold_shares_of_every_leaf(seed):
     np.testing.assert_array_equal(filled, slab)
     order = rng.sample(range(len(shapes)), 4)
     gather = jax.jit(lambda slab: layout.unpack_whole([slab], order, "float32", lambda x: x))
-    unpack = jax.jit(lambda slab: [layout.unpack(slab, i) for i in order])
+    unpack = jax.jit(lambda slab: [unpacked(layout, slab, i) for i in order])
     read = read_leaves(layout, [slab])
-    for i, gathered, unpacked in zip(order, gather(slab), unpack(slab), strict=True):
-        for found in (gathered, unpacked, read[i], read_leaf(layout, [slab], i)):
+    for i, gathered, own in zip(order, gather(slab), unpack(slab), strict=True):
+        for found in (gathered, own, read[i], read_leaf(layout, [slab], i)):
             np.testing.assert_array_equal(found, leaves[i])
     for shape, share in zip(shapes, layout.shares, strict=True):
         assert math.prod(shape) <= share * shards

@@ -7,8 +7,9 @@ import pytest
 
 from code_kinds import BLOCK, KINDS, numbers
 from megatrain_jax._src.engine.state.codec import Blockwise, draw_of
-from megatrain_jax._src.engine.state.host_leaves import encoded, part_shape, read_leaf, read_part
+from megatrain_jax._src.engine.state.host_leaves import encoded, part_shape, read_leaf
 from megatrain_jax._src.engine.state.layout import layout_of
+from slabs import read_part
 
 
 def nearest_levels(codec, x):

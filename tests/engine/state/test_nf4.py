@@ -10,8 +10,9 @@ import pytest
 
 import megatrain_jax as mt
 from megatrain_jax._src.engine.state.codec import Nf4
-from megatrain_jax._src.engine.state.host_leaves import encoded, part_shape, read_leaf, read_part
+from megatrain_jax._src.engine.state.host_leaves import encoded, part_shape, read_leaf
 from megatrain_jax._src.engine.state.layout import layout_of
+from slabs import read_part, unpacked
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 bnb: Any = pytest.importorskip("bitsandbytes")
@@ -110,7 +111,7 @@ def test_devices_and_neighbours_change_no_code():
             assert [x.shape for x in row] == [part_shape(layout, i, p) for p in range(4)]
             for own, part in zip(encoded(layout, leaf, i), row, strict=True):
                 np.testing.assert_array_equal(own, part)
-            np.testing.assert_array_equal(layout.unpack(slab, i), read_leaf(layout, arrays, i))
+            np.testing.assert_array_equal(unpacked(layout, slab, i), read_leaf(layout, arrays, i))
         parts.append(rows)
     jax.tree.map(np.testing.assert_array_equal, *parts)
 

@@ -3,8 +3,8 @@
 Example: the first moment of a (6, 50) matrix, leaf 0 of its slab, as 8-bit codes::
 
     layout.at_rest              int8[384], float32[3]
-    read_part(…, 0, 0)          codes, int8[6, 50]: the first 300, as a view
-    read_part(…, 0, 1)          scales, float32[3]
+    runs_of(…, 0, 0)            codes, [(0, int8[300])]: the first 300, as a view
+    runs_of(…, 0, 1)            scales, [(0, float32[3])]
     read_leaf(…, 0)             the decoded numbers, float32[6, 50]
 
 Over several devices, each result is joined from all devices' shares. A single process has only its
@@ -73,11 +73,6 @@ def part_shape(layout: Layout, i: int, p: int) -> tuple[int, ...]:
     """Shape of part `p` of leaf `i`: the leaf's own if it has an element for each number."""
     shape, per = layout.shapes[i], layout.parts(i)[p].per
     return shape if per == 1 else (-(-math.prod(shape) // per),)
-
-
-def read_part(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> np.ndarray:
-    """Part `p` of leaf `i`, as stored."""
-    return _joined(list(_pieces(layout, arrays, i, p).values()), part_shape(layout, i, p))
 
 
 def runs_of(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> list[Run]:

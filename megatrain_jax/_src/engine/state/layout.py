@@ -83,14 +83,13 @@ class Layout:
 
         layout_of([(3, 2), (5,)], "float32")
         # offsets (0, 64), size 128, 512 bytes: elements 6 to 63 and 69 to 127 are padding
-        layout.unpack(slab, 1)      # slab[64:69]
-        layout.pack([None, bias])   # zeros, with the bias at 64
+        layout.pack([None, bias])   # zeros, with the bias at 64, in elements 64 to 68
 
     Over two devices, each device has two of four rows and three of five elements::
 
         layout_of([(4, 2), (5,)], "float32", num_shards=2)
-        # shares (4, 3), offsets (0, 64), size 256: slab[:128] is the first device's shard
-        layout.unpack(slab, 1)      # slab[64:67] and slab[192:194]; slab[194] is padding
+        # shares (4, 3), offsets (0, 64), size 256: slab[:128] is the first device's shard, and the
+        # second leaf is slab[64:67] and slab[192:194]; slab[194] is padding
 
     Attributes:
         dtype: Name of the compute dtype of slabs.
@@ -225,10 +224,6 @@ class Layout:
         """The slab of these segments, such as a gradient's; for use inside jit."""
         rows = [x.reshape(self.num_shards, -1) for x in segments]
         return jnp.concatenate(rows, axis=1).reshape(-1) if rows[1:] else segments[0]
-
-    def unpack(self, slab: jax.Array, i: int) -> jax.Array:
-        """Leaf `i` of a slab, in the slab's dtype; for use inside jit."""
-        return self._leaf(slab.reshape(*self._rows, -1), i, self.offsets[i])
 
     def unpack_from(self, segments: Sequence[jax.Array], i: int) -> jax.Array:
         """Leaf `i` of a slab that is given by segment, such as a gradient; for use inside jit."""
@@ -553,10 +548,6 @@ class MixedLayout:
         """The arrays at rest of each slab."""
         row = iter(arrays)
         return [tuple(islice(row, len(layout.at_rest))) for layout in self.layouts]
-
-    def unpack(self, slabs: Sequence[jax.Array]) -> list[jax.Array]:
-        """All leaves, in order; for use inside jit."""
-        return [self.layouts[s].unpack(slabs[s], i) for s, i in self.places]
 
     def pack(self, leaves: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The slabs of all leaves."""
