@@ -16,7 +16,7 @@ import megatrain_jax as mt
 import small
 from inside import steps_of
 from megatrain_jax import callbacks, models
-from megatrain_jax._src.lm.samples import choose
+from megatrain_jax._src.lm.samples import _stop, choose
 from messages import refuses, tells
 
 VOCAB, WIDTH = 12, 16
@@ -303,3 +303,9 @@ def test_what_is_no_logits_is_named():
     samples = callbacks.Samples([[1]], logits=lambda model, batch: model[0]["w"], num_tokens=2)
     with refuses(ValueError, "(1, 3, vocabulary)", (64, 64)):
         samples.draw(trainer)
+
+
+@pytest.mark.parametrize(("end", "ids"), [(0, [0]), (7, [7]), (None, [])])
+def test_continuations_stop_at_the_end_of_text_if_there_is_one(end, ids):
+    tokenizer = SimpleNamespace(eos_token_id=end)
+    assert _stop(None, tokenizer) == ids and _stop([3, 0], tokenizer) == [3, 0]

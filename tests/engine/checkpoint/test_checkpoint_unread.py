@@ -355,3 +355,10 @@ def test_what_may_be_the_machines_fault_is_read_again(raised_from):
             for chain in ([error], [error, ValueError("x")], [error, KeyError("y"), TypeError()]):
                 last = chained(*chain, raised_from=raised_from)
                 assert type(read_error("no", last)) is wanted, error
+
+
+def test_of_a_folder_of_checkpoints_the_newest_is_named(tmp_path):
+    for step in (2, 4, 10):
+        (tmp_path / str(step)).mkdir()
+        (tmp_path / str(step) / manifest.MANIFEST).write_text("{}")
+    assert tells(manifest._missing(tmp_path), f"{tmp_path / '10'}")

@@ -1,8 +1,9 @@
 """The thread that ends a run whose main thread can't: after a signal, and if it hangs."""
 
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from boards import FakeBoard, FakeClock, look, present, processes_of
 from megatrain_jax._src.common.activity import doing, progressed
 from megatrain_jax._src.engine.runtime import watch
-from megatrain_jax._src.engine.runtime.interrupt import Signals, deferred_interrupt
+from megatrain_jax._src.engine.runtime.interrupt import Signals, _is_within, deferred_interrupt
 from megatrain_jax._src.engine.runtime.watch import StalledError, Watch
 from megatrain_jax._src.engine.state.processes import Processes
 from messages import tells
@@ -145,3 +146,24 @@ def test_sigterm_ends_a_run_whose_data_hangs_and_saves_its_last_step(tmp_path, m
     with pytest.raises(SystemExit) as raised:
         fit(tmp_path, None, data=batches())
     assert raised.value.code == 143 and (tmp_path / "3").is_dir()
+
+
+class Waiting:
+    """Runs something within a method of its own."""
+
+    def within(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+def test_a_signal_is_within_the_methods_that_are_running():
+    one, other = Waiting(), Waiting()
+
+    def found(*methods: Any) -> bool:
+        return _is_within(sys._getframe(), *methods)
+
+    assert not found(one.within)
+    assert one.within(lambda: found(one.within)) and one.within(
+        lambda: found(other.within, one.within)
+    )
+    assert not one.within(lambda: found(other.within))
+    assert one.within(lambda: other.within(lambda: found(one.within)))
