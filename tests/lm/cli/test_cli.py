@@ -1,5 +1,6 @@
 """The command `megatrain-jax plan`: known models, plans, advice and mistakes."""
 
+import inspect
 import json
 import math
 import random
@@ -309,9 +310,12 @@ def test_a_plan_by_name_is_that_of_its_sizes(capsys):
 
 
 @pytest.mark.exhaustive
-def test_packed_documents_without_an_attention_kernel_are_remarked_on(tiny, capsys):
-    """Of wide heads, cuDNN tells documents apart on Hopper only."""
+def test_packed_documents_without_an_attention_kernel_are_remarked_on(tiny, capsys, monkeypatch):
+    """In long rows, cuDNN tells documents of wide heads apart on Hopper only."""
     assert planner._MARK == causal_attention._MARK
+    assert f"{causal_attention._LONGEST_MASKED:,}" in inspect.getsource(planner)
+    for name in "_MASKED", "_LONGEST_MASKED":
+        monkeypatch.setattr(causal_attention, name, 96)
     (tiny / "config.json").write_text(json.dumps(TINY | {"head_dim": 128}))
     said = {}
     for gpu, compute in (("4090", "bfloat16"), ("4090", "float32"), ("H100", "bfloat16")):

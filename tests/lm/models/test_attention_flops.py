@@ -22,6 +22,7 @@ import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.engine import planning
 from megatrain_jax._src.engine.adapt.adapters import adapt
+from megatrain_jax._src.engine.kernels.gpu_traffic import count_traffic
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.program.flops import (
     attended_pairs,
@@ -48,7 +49,7 @@ def cudnn(monkeypatch):
     """Traces cuDNN's kernels where there is none, in the library's models as on a GPU."""
     monkeypatch.setattr(cudnn_attention, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn_attention, "check_is_flash_attention", lambda *a, **k: None)
-    monkeypatch.setattr(causal_attention, "fits_cudnn", lambda q, packed: True)
+    monkeypatch.setattr(causal_attention, "_widest_heads", lambda: 256)
 
 
 def planned_for(widest: int) -> contextlib.AbstractContextManager[None]:
@@ -200,23 +201,32 @@ def test_without_a_kernel_all_pairs_are_products(implementation):
     assert count_flops(jaxpr, is_attention) == 0
 
 
-@pytest.mark.parametrize("window", [None, 7])
+def forward_in_model(longest: int, widest: int, packed: bool, window: int | None) -> int:
+    """The operations of the models' attention; packed documents count as one."""
+    long = longest < 96 or (window is not None and window < 48)
+    if packed and long and WIDTH + 64 <= widest:  # heads have the documents' numbers as well
+        return forward_of(mask_of(96, 96, True, window), WIDTH + 64)
+    return forward_of(mask_of(96, 96, True, None if packed else window))  # a mask hides it
+
+
+@pytest.mark.parametrize("window", [None, 7, 48])
+@pytest.mark.parametrize("longest", [95, 96])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_models_attention_counts_as_its_kernel(cudnn, packed, window):
+def test_the_models_attention_counts_as_its_kernel(cudnn, monkeypatch, packed, longest, window):
+    monkeypatch.setattr(causal_attention, "_MASKED", longest)
     segments = jax.ShapeDtypeStruct((ROWS, 96), jnp.int32) if packed else None
 
     def function(q, k, v, segments):
         return models.attention(q, k, v, segments=segments, window=window)
 
-    # Packed documents count as one, in heads that hold the documents' numbers as well.
-    width = WIDTH + (64 if packed else 0)
-    expected = forward_of(mask_of(96, 96, True, window), width)
+    expected = forward_in_model(longest, 256, packed, window)
     assert counted(function, *shapes(), segments)[1] == expected
 
 
 @pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("widest", [WIDTH, WIDTH + 56, WIDTH + 64])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_kernel_that_is_planned_for_counts_as_the_kernel(packed, window):
+def test_a_kernel_that_is_planned_for_counts_as_the_kernel(packed, widest, window):
     segments = jax.ShapeDtypeStruct((ROWS, 96), jnp.int32) if packed else None
 
     def function(q, k, v, segments):
@@ -226,9 +236,8 @@ def test_a_kernel_that_is_planned_for_counts_as_the_kernel(packed, window):
         out, pull = jax.vjp(jax.checkpoint(function), *args)
         return pull(out)[:3]
 
-    width = WIDTH + (64 if packed else 0)
-    forward = forward_of(mask_of(96, 96, True, window), width)
-    with planned_for(width):
+    forward = forward_in_model(96, widest, packed, window)
+    with planned_for(widest):
         assert counted(function, *shapes(), segments)[1] == forward
         assert counted(pulled, *shapes(), segments)[1] == 4.5 * forward
         rows = jax.vmap(lambda q, k, v: function(q, k, v, segments))
@@ -240,13 +249,61 @@ def test_a_kernel_that_is_planned_for_counts_as_the_kernel(packed, window):
         assert [(x.shape, x.dtype) for x in (out, *gradients)] == [
             (x.shape, x.dtype) for x in (shapes()[0], *shapes())
         ]
-    for widest in (0, width - 8):  # no kernel is there
-        with planned_for(widest):
+    for none in (0, WIDTH - 8):  # no kernel is there
+        with planned_for(none):
             assert counted(function, *shapes(), segments)[1] == 0
     assert counted(function, *shapes(), segments)[1] == 0
     exact = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in shapes()]
-    with planned_for(width):
+    with planned_for(widest):
         assert counted(function, *exact, segments)[1] == 0
+
+
+@pytest.mark.parametrize("widest", [WIDTH, WIDTH + 64])
+def test_rows_too_long_for_a_mask_have_marks_or_no_kernel(monkeypatch, widest):
+    segments = jax.ShapeDtypeStruct((ROWS, 96), jnp.int32)
+    for longest in (94, 96):
+        monkeypatch.setattr(causal_attention, "_LONGEST_MASKED", longest)
+        monkeypatch.setattr(causal_attention, "_MASKED", 90)
+        with planned_for(widest):
+            found = counted(
+                lambda q, k, v, segments: models.attention(q, k, v, segments=segments, window=7),
+                *shapes(),
+                segments,
+            )[1]
+        expected = forward_in_model(90, widest, True, 7)
+        assert found == (0 if widest == WIDTH and longest == 94 else expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("keys", [96, 40, HEADS])
+def test_a_mask_is_read_for_each_pair_of_each_head(cudnn, keys, causal):
+    """Bytes that a mask costs, by cuDNN's own calls; those without a mask cost none."""
+    mask = jax.ShapeDtypeStruct((ROWS, 1, 96, keys), bool)
+
+    def traffic(*masks):
+        def forward(q, k, v):
+            return attends(is_causal=causal)(q, k, v, mask=masks[0] if masks else None)
+
+        def both(q, k, v):
+            out, pull = jax.vjp(forward, q, k, v)
+            return pull(out)
+
+        jaxprs = (jax.make_jaxpr(f)(*shapes(96, keys)) for f in (forward, both))
+        return [count_traffic(jaxpr).total for jaxpr in jaxprs]
+
+    def in_plan(q, k, v):  # whose statistics have the shape of a mask for as many heads as keys
+        out, pull = jax.vjp(models.attention, q, k, v)
+        return pull(out)
+
+    with planned_for(128):
+        assert count_traffic(jax.make_jaxpr(in_plan)(*shapes(HEADS, HEADS))).total == 0
+    pairs = ROWS * HEADS * int(mask_of(96, keys, causal, None).sum())
+    bare = traffic()
+    masked = traffic(jnp.ones(mask.shape, bool))
+    made = [
+        each - own - read * pairs for own, each, read in zip(bare, masked, (3, 13), strict=True)
+    ]
+    assert (bare, made) == ([0, 0], [3 * mask.size] * 2)  # read as booleans, written in 16 bits
 
 
 class _Called(Exception):

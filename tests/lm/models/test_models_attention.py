@@ -12,8 +12,8 @@ from flax import nnx
 from jax.extend import core as jex
 
 from attention_by_definition import defined
-from megatrain_jax._src.lm.models import expert_blocks
-from megatrain_jax._src.lm.models.causal_attention import mark
+from megatrain_jax._src.lm.models import causal_attention, expert_blocks
+from megatrain_jax._src.lm.models.causal_attention import ImageRows, full_attention, mark
 from megatrain_jax._src.lm.models.decoder_options import ACTIVATIONS, ParameterMaker
 from megatrain_jax._src.lm.models.expert_blocks import mix
 from megatrain_jax._src.lm.models.families.deepseek import BiasedMixture, GroupedRouting
@@ -29,7 +29,7 @@ def arrays(length: int = 21, rows: int = 2, heads: int = 4, kv_heads: int = 2):
     return [jax.random.normal(k, shape) for k, shape in zip(keys, shapes, strict=True)]
 
 
-SEGMENTS = np.array([[1] * 5 + [2] * 12 + [0] * 4, [1] * 21], np.int32)
+SEGMENTS: Any = np.array([[1] * 5 + [2] * 12 + [0] * 4, [1] * 21], np.int32)
 
 
 OPTIONS = {
@@ -61,6 +61,66 @@ def test_pieces_give_what_the_definition_gives(name, piece):
         jax.tree.leaves(both(attention, piece=piece)), jax.tree.leaves(both(defined)), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+IMAGES: Any = np.array([[0] * 3 + [1] * 6 + [0] * 5 + [2] * 6 + [0], [1] * 6 + [0] * 15], np.int32)
+
+
+def in_rows_of_images(q, k, v, segments=SEGMENTS, **options):
+    return attention(q, k, v, segments=ImageRows(segments, IMAGES, 6), **options)
+
+
+@pytest.mark.parametrize("masked", [4, 100])  # the longest rows with a mask
+@pytest.mark.parametrize(
+    "function",
+    [
+        attention,
+        functools.partial(attention, window=6, scale=0.5),
+        functools.partial(attention, segments=SEGMENTS),
+        functools.partial(attention, segments=SEGMENTS, window=6),
+        functools.partial(attention, segments=SEGMENTS, window=16),
+        functools.partial(attention, segments=SEGMENTS, chunk=4),
+        functools.partial(attention, segments=SEGMENTS, softcap=1.5),
+        functools.partial(full_attention, segments=SEGMENTS),
+        full_attention,
+        in_rows_of_images,
+        functools.partial(in_rows_of_images, segments=None, window=9, scale=0.5),
+        functools.partial(in_rows_of_images, softcap=1.5),
+    ],
+)
+def test_a_kernel_is_told_what_the_pieces_compute(function, masked, monkeypatch):
+    calls = []
+
+    def kernel(q, k, v, *, mask, scale, is_causal, local_window_size, implementation):
+        assert implementation == "cudnn"
+        calls.append(q.shape)
+        here, there = np.mgrid[: q.shape[1], : q.shape[1]]
+        seen = np.full(here.shape, True) if mask is None else mask
+        if is_causal:
+            seen &= there <= here
+        if local_window_size is not None:
+            assert mask is None and local_window_size[1] == 0
+            seen &= here - there <= local_window_size[0]
+        scores = jnp.where(seen, jnp.einsum("bmhd,bnhd->bhmn", q, k) * scale, -jnp.inf)
+        return jnp.einsum("bhmn,bnhd->bmhd", jax.nn.softmax(scores, axis=-1), v)
+
+    def both():
+        def total(q, k, v):
+            out = function(q, k, v)
+            return jnp.sum(out * jnp.cos(out)), out
+
+        with jax.enable_x64(True):  # marks need more digits than fp32 has
+            x = arrays(kv_heads=4)
+            return jax.tree.leaves(jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*x))
+
+    expected = both()
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    monkeypatch.setattr(causal_attention, "_MASKED", masked)
+    monkeypatch.setattr(causal_attention, "_widest_heads", lambda: 128)
+    monkeypatch.setattr(causal_attention, "fits_cudnn", lambda q, packed: True)
+    for a, b in zip(both(), expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+    assert len(calls) == ("softcap" not in getattr(function, "keywords", ()))
 
 
 @pytest.mark.by_default("1.0")

@@ -110,18 +110,36 @@ def attention_flops(eqn: Any) -> int:
         return 0
     query, key, value = (v.aval.shape for v in eqn.invars[:3])
     if eqn.primitive.name == _CALL:
-        attributes = dict(eqn.params["attributes"])
-        causal, window = bool(attributes["causal"]), int(attributes["window"]) or None
+        window = int(dict(eqn.params["attributes"])["window"]) or None
     else:
-        causal = eqn.params["mask_type"].name.endswith("CAUSAL")
         window = eqn.params["sliding_window_length"]
     heads = heads_axis(eqn)
     length = -5 - heads
-    pairs = attended_pairs(query[length], key[length], causal=causal, window=window)
+    pairs = attended_pairs(query[length], key[length], causal=_is_causal(eqn), window=window)
     score, mixed = query[-1], value[-1]
     is_forward = is_attention_forward(eqn.primitive, eqn.params)
     products = score + mixed if is_forward else 3 * score + 2 * mixed
     return 2 * math.prod(query[:-3]) * query[heads] * pairs * products
+
+
+def _is_causal(eqn: Any) -> bool:
+    if eqn.primitive.name == _CALL:
+        return bool(dict(eqn.params["attributes"])["causal"])
+    return eqn.params["mask_type"].name.endswith("CAUSAL")
+
+
+def masked_pairs(eqn: Any) -> int:
+    """Counts the pairs of a query and a key, of all rows and heads, whose mask attention reads."""
+    if not is_attention(eqn) or len(eqn.invars) < 4:
+        return 0
+    query, key, _, mask = (v.aval.shape for v in eqn.invars[:4])
+    heads = heads_axis(eqn)
+    length = -5 - heads
+    # Without a mask, that operand is empty or has fewer axes.
+    if len(mask) != len(query) or mask[-2:] != (query[length], key[length]):
+        return 0
+    pairs = attended_pairs(query[length], key[length], causal=_is_causal(eqn), window=None)
+    return math.prod(query[:-3]) * query[heads] * pairs
 
 
 def attended_pairs(num_queries: int, num_keys: int, *, causal: bool, window: int | None) -> int:

@@ -50,7 +50,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.flops import heads_axis, is_attention
+from megatrain_jax._src.engine.program.flops import heads_axis, is_attention, masked_pairs
 from megatrain_jax._src.engine.program.primitives import REMAT
 
 _FP32 = jnp.dtype("float32")
@@ -312,6 +312,8 @@ def _divided(eqn: Any, operands: Sequence[Any], num_devices: int) -> list[jax.Ar
     by_heads = size <= num_keys * _MOST_ELEMENTS
     count = num_keys if by_heads else rows
     fitting = count * _MOST_ELEMENTS // size
+    has_gradient = eqn.params.get("variadic_args", (False, False))[1]
+    is_masked = not has_gradient and masked_pairs(eqn) and eqn.invars[3].aval.shape[1] == 1
     problem = None
     if not fitting or not by_heads and num_devices > 1:
         problem = "so has one head of keys with its queries in one row: use shorter sequences"
@@ -320,10 +322,10 @@ def _divided(eqn: Any, operands: Sequence[Any], num_devices: int) -> list[jax.Ar
             "with dropout it can't be computed for some heads at a time: use none, or shorter "
             "sequences"
         )
-    elif any(eqn.params.get("variadic_args", ())):
+    elif any(eqn.params.get("variadic_args", ())) and not is_masked:
         problem = (
-            "with a bias or a mask it can't be computed for some heads at a time: leave it out, or "
-            "use shorter sequences"
+            "with a bias of several heads or with a gradient it can't be computed for some heads "
+            "at a time: leave it out, or use shorter sequences"
         )
     if problem:
         raise ValueError(
@@ -347,7 +349,10 @@ def _divided(eqn: Any, operands: Sequence[Any], num_devices: int) -> list[jax.Ar
     parts = []
     for first in range(0, count, fitting):
         piece = functools.partial(part, first=first, last=min(first + fitting, count))
-        parts.append(jx.bind(_of_shapes(eqn, piece), list(map(piece, operands))))
+        ins = list(map(piece, operands))
+        if is_masked and (by_heads or operands[3].shape[0] == 1):  # that of all heads, or rows
+            ins[3] = operands[3]
+        parts.append(jx.bind(_of_shapes(eqn, piece), ins))
     return [jnp.concatenate(row, axis=axis_of(row[0])) for row in zip(*parts, strict=True)]
 
 

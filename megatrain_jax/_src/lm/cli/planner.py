@@ -135,9 +135,8 @@ class Planner:
             return None
         return (
             "Rows are planned as packed documents, as finetune and pretrain read them. On this "
-            f"card, cuDNN's attention takes heads of up to {widest} and would need {width + _MARK} "
-            "for these, so plain operations compute it; batches without `segments`, in Python, "
-            "are faster."
+            "card, plain operations compute attention in such long rows. Rows of up to 16,384 "
+            "tokens, or batches without `segments`, in Python, are faster."
         )
 
     @property
