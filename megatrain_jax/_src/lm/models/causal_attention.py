@@ -441,7 +441,7 @@ class ImageRows(Past):
         window = options["window"]
         window = None if window is not None and window >= length else window
         if options["softcap"] is None and length <= _LONGEST_MASKED and fits_cudnn(q, packed=True):
-            kinds: dict[str, Any] = {"causal": False, "images": self.images}
-            return _by_cudnn(q, k, v, self.segments, scale, window, **kinds)
+            numbers = self.segments, scale, window
+            return _by_cudnn(q, k, v, *numbers, causal=False, images=self.images)
         numbers = self.segments, None, spans, piece, window, options["softcap"], scale
         return in_spans(q, k, v, *numbers, self.images, self.most)
