@@ -141,7 +141,7 @@ def sizes(jaxpr):
 def test_a_plan_without_a_gpu_has_the_same_pieces_also_within_loops(monkeypatch, wrap, masked):
     monkeypatch.setattr(rewriting, "_MOST_ELEMENTS", 256 * 4 * 8)
     q, k = (jax.ShapeDtypeStruct((1, 256, n, 8), jnp.bfloat16) for n in (8, 4))
-    mask = np.ones((1, 1, 256, 256), bool) if masked else None
+    mask = jnp.ones((1, 1, 256, 256), bool) if masked else None
 
     def loss(q, k, v):
         attend = wrap(lambda q, k, v: attention_kernel.attend(q, k, v, mask, None))
