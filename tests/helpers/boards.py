@@ -49,7 +49,8 @@ class FakeBoard:
     def wait(self, key: str, seconds: float) -> None:
         """Returns at once, a few times."""
         self._reach()
-        assert seconds <= 0.5, "a wait is interrupted, to look for signals and verdicts"
+        if key.startswith(MESSAGES):
+            assert seconds <= 0.5, "a wait is interrupted, to look for signals and verdicts"
         self._waits += 1
         assert self._waits < 10, f"nobody writes {key}"
 
