@@ -153,6 +153,7 @@ def test_a_checkpoint_is_complete_and_an_older_one_removed_before_the_next_is_be
             series.save(trainer, None)
             there = [number for number in range(1, step) if (tmp_path / str(number)).exists()]
             assert there == [step - 1] * (step > 1)
+        series.finish()
 
 
 @pytest.mark.parametrize("free", [None, 0, 2**20, 2**30])
