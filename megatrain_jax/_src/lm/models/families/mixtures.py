@@ -43,6 +43,7 @@ MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     flags={},
+    neutral={"router_jitter_noise": 0.0},
     sizes={"kv_heads": 8, "eps": 1e-5},
     rope={"theta": 1_000_000.0},
     experts={
@@ -205,6 +206,7 @@ MINIMAX_M2 = Family(
         "qk_norm_type": "per_layer",
         "use_routing_bias": True,
         "scoring_func": "sigmoid",
+        "router_jitter_noise": 0.0,
     },
     unread="use_mtp mtp_transformer_layers num_mtp_modules",
     sizes={"kv_heads": 8, "head_dim": 128},
@@ -523,6 +525,7 @@ LLAMA4 = Family(
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
     scorer=None,
+    neutral={"router_jitter_noise": 0.0},
     unread="router_aux_loss_coef for_llm_compressor",
     sizes={"kv_heads": 8, "head_dim": 128, "eps": 1e-5},
     rope={"theta": 500_000.0, "interleaved": True},
