@@ -108,24 +108,10 @@ def attention_flops(eqn: Any) -> int:
     """
     if not is_attention(eqn):
         return 0
-    query, key, value = (v.aval.shape for v in eqn.invars[:3])
-    if eqn.primitive.name == _CALL:
-        window = int(dict(eqn.params["attributes"])["window"]) or None
-    else:
-        window = eqn.params["sliding_window_length"]
-    heads = heads_axis(eqn)
-    length = -5 - heads
-    pairs = attended_pairs(query[length], key[length], causal=_is_causal(eqn), window=window)
-    score, mixed = query[-1], value[-1]
+    score, mixed = (eqn.invars[at].aval.shape[-1] for at in (0, 2))
     is_forward = is_attention_forward(eqn.primitive, eqn.params)
     products = score + mixed if is_forward else 3 * score + 2 * mixed
-    return 2 * math.prod(query[:-3]) * query[heads] * pairs * products
-
-
-def _is_causal(eqn: Any) -> bool:
-    if eqn.primitive.name == _CALL:
-        return bool(dict(eqn.params["attributes"])["causal"])
-    return eqn.params["mask_type"].name.endswith("CAUSAL")
+    return 2 * _computed_pairs(eqn) * products
 
 
 def masked_pairs(eqn: Any) -> int:
@@ -133,13 +119,30 @@ def masked_pairs(eqn: Any) -> int:
     if not is_attention(eqn) or len(eqn.invars) < 4:
         return 0
     query, key, _, mask = (v.aval.shape for v in eqn.invars[:4])
-    heads = heads_axis(eqn)
-    length = -5 - heads
+    length = _length_axis(eqn)
     # Without a mask, that operand is empty or has fewer axes.
     if len(mask) != len(query) or mask[-2:] != (query[length], key[length]):
         return 0
-    pairs = attended_pairs(query[length], key[length], causal=_is_causal(eqn), window=None)
-    return math.prod(query[:-3]) * query[heads] * pairs
+    return _computed_pairs(eqn)
+
+
+def _computed_pairs(eqn: Any) -> int:
+    """Counts the pairs of a query and a key, of all rows and heads, that attention computes."""
+    query, key = (v.aval.shape for v in eqn.invars[:2])
+    if eqn.primitive.name == _CALL:
+        attributes = dict(eqn.params["attributes"])
+        causal, window = bool(attributes["causal"]), int(attributes["window"]) or None
+    else:
+        causal = eqn.params["mask_type"].name.endswith("CAUSAL")
+        window = eqn.params["sliding_window_length"]
+    length = _length_axis(eqn)
+    pairs = attended_pairs(query[length], key[length], causal=causal, window=window)
+    return math.prod(query[:-3]) * query[heads_axis(eqn)] * pairs
+
+
+def _length_axis(eqn: Any) -> int:
+    """The tokens' axis in queries, keys and values, counted from the end."""
+    return -5 - heads_axis(eqn)
 
 
 def attended_pairs(num_queries: int, num_keys: int, *, causal: bool, window: int | None) -> int:
