@@ -97,25 +97,3 @@ def link_gib_per_s(gib: float = 1.0) -> dict[str, float] | None:
         print(f"no plain copy of {gib:g} GiB: {error}", flush=True)
         return None
     return rates
-
-
-def network_bytes_per_s(mib: int = 512) -> float:
-    """Returns the rate at which a host receives while all devices gather an array.
-
-    Rings of devices pass each byte that a device receives into its host once. The best of four.
-    """
-    count = jax.device_count()
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
-    divided, copied = (
-        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
-        for axis in ("data", None)
-    )
-    size = mib * 2**20 // count * count
-    array = jax.jit(lambda: jax.numpy.zeros(size, np.uint8), out_shardings=divided)()
-    gather = jax.jit(lambda a: a, out_shardings=copied)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        gather(array).block_until_ready()
-        times.append(time.perf_counter() - start)
-    return size * (count - 1) / count / min(times[1:])

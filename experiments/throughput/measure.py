@@ -28,7 +28,6 @@ from machine import (
     GIB,
     hardware,
     link_gib_per_s,
-    network_bytes_per_s,
     peak_device_gib,
     peak_host_gib,
     process_seconds,
@@ -41,6 +40,8 @@ from timing import MIN_STEPS, Times, Work, time_from_rest, time_long_steps, time
 import megatrain_jax as mt
 from megatrain_jax._src.common.sizes import rate_of
 from megatrain_jax._src.engine.spec import bound_step as steps
+from megatrain_jax._src.engine.state.network import measured_rate
+from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
 
 # The first step compiles and starts at rest, the second compiles what only a steady step does.
 _WARM_UP_STEPS = 3
@@ -135,7 +136,7 @@ def chosen_hardware(network: float | None) -> mt.Hardware | None:
 def chosen_network(network: str | None) -> float | None:
     """Returns the rate between hosts in bytes per second, as given or measured."""
     if network == "measured":
-        return network_bytes_per_s()
+        return measured_rate(placed_on(default_mesh()))
     return None if network is None else rate_of("network", network)
 
 

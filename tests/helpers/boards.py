@@ -21,11 +21,12 @@ class FakeBoard:
 
     Attributes:
         notes: All notes by key.
-        answers: By number of a peer, the message that it sends in every exchange.
+        answers: By number of a peer, the message that it sends in every exchange, or a function
+            that makes it of ours.
         is_lost: Whether it can't be reached.
     """
 
-    def __init__(self, answers: dict[int, dict[str, Any]] | None = None):
+    def __init__(self, answers: dict[int, Any] | None = None):
         """Makes an empty board."""
         self.notes: dict[str, bytes] = {}
         self.answers = answers or {}
@@ -37,7 +38,8 @@ class FakeBoard:
         self.notes[key] = text
         folder, _, _ = key.rpartition("/")
         if key.startswith(MESSAGES):
-            for i, message in self.answers.items():
+            for i, answer in self.answers.items():
+                message = answer(json.loads(text)) if callable(answer) else answer
                 self.notes[f"{folder}/{i}"] = json.dumps(message).encode()
 
     def read(self, folder: str) -> dict[str, bytes]:

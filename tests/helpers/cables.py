@@ -59,12 +59,14 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def on(self, index: int, command: Sequence[str]) -> list[str]:
-        """A command on one of the hosts, whose name is its address."""
+        """A command on one of the hosts, which has a name and, as a machine does, a boot id."""
         # JAX's CPU devices connect by the host's name.
         script = (
             f"hostname node{index}; lines=$(mktemp); for i in $(seq {len(self._names)}); do "
             f'echo "{_SUBNET}.$i node$((i - 1))"; done > $lines; '
-            'mount --bind $lines /etc/hosts; rm $lines; exec "$@"'
+            "mount --bind $lines /etc/hosts; cat /proc/sys/kernel/random/uuid > $lines.boot; "
+            "mount --bind $lines.boot /proc/sys/kernel/random/boot_id; rm $lines $lines.boot; "
+            'exec "$@"'
         )
         inside = ["unshare", "-m", "-u", "--propagation", "private", "bash", "-c", script, "x"]
         return ["ip", "netns", "exec", self._names[index], *inside, *command]

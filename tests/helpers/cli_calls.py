@@ -194,6 +194,8 @@ class _Library:
     def _plan(self, model: Callable[[], Any], *args: Any, **options: Any) -> Any:
         model()
         return SimpleNamespace(
+            microbatches=2,
+            waves=1,
             seconds_per_step=1.0,
             fits_device=True,
             fits_host=True,

@@ -37,6 +37,11 @@ def unread_of(trainer: mt.Trainer) -> tuple[int, int]:
     return len(trainer.run_state.training._in_flight), len(trainer.run_state.history)
 
 
+def num_parts_of(trainer: mt.Trainer) -> int:
+    """The number of microbatches of a trainer's whole batch, as its checkpoints have it."""
+    return trainer.run_state.num_parts
+
+
 def settings_of(trainer: mt.Trainer) -> dict[str, Any]:
     """The settings of a trainer's run, as its checkpoints have them."""
     return trainer.run_state.saved_settings

@@ -200,7 +200,7 @@ RUN = {
             *(AbstractMesh((), ()), AbstractMesh((0,), ("data",))),
         ),
     ),
-    "state_per_process": Argument((False, True, np.bool_(False)), NO_FLAGS),
+    "state_per_process": Argument((False, True, np.bool_(False), "auto"), NO_FLAGS),
     "hardware": Argument(
         (None, mt.card("H200"), mt.card("RTX 4090"), "H100", "rtx-4090"),
         ("H1000", "", 3, True, mt.Hardware, mt.this_machine, {}, {"name": "mine"}),

@@ -1,4 +1,4 @@
-"""A process of two that trains with all state of its own, and counts what comes over its cable.
+"""A process of two that chooses to hold all state, and counts what comes over its cable.
 
 Usage: network_bytes.py INDEX ADDRESS FILE; the file gets planned bytes per step, and received ones.
 """
@@ -34,11 +34,15 @@ def main() -> None:
         loss_fn,
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
         batch,
-        microbatches=4,
+        microbatches=8,
         precision="float32",
-        state_per_process=True,
+        # Its rates are those of the choice alone; the cable's is measured.
+        hardware="H100",
+        state_per_process="auto",
         progress=False,
     )
+    assert trainer.plan.num_copies == 2, trainer.plan.state_choice
+    print(trainer.plan.state_choice, flush=True)
     trainer.read(trainer.step(batch))  # connects the devices
     before = int(_CABLE.read_text())
     for _ in range(_STEPS):

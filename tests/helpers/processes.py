@@ -116,7 +116,10 @@ def training(
 
 
 def copies(folder: str) -> dict[str, Any]:
-    """Runs with all state in each process, that go on from shared state and the reverse."""
+    """Runs with all state in each process, that go on from shared state and the reverse.
+
+    Where the plan chooses, processes of one host share the state.
+    """
     own: dict[str, Any] = {"state_per_process": True}
     with ExitStack() as patch:
         counted = Counted(patch)
@@ -125,7 +128,7 @@ def copies(folder: str) -> dict[str, Any]:
     return {
         "few": few,
         "written": written,
-        "shared": training(f"{folder}/own"),
+        "shared": training(f"{folder}/own", state_per_process="auto"),
         "few shared": training(f"{folder}/shared", 4),
         "own": training(f"{folder}/shared", **own),
         "error": training(f"{folder}/error", callbacks=[at_step_three(fail)], **own),

@@ -166,14 +166,19 @@ def number(
     return result
 
 
-def boolean(name: str, value: Any) -> bool:
+def boolean(name: str, value: Any, other: str = "") -> bool:
     """Returns a Boolean as Python's own.
+
+    Args:
+        name: The argument.
+        value: The value given.
+        other: Further values that the argument accepts, for the message.
 
     Raises:
         TypeError: If it is not a Boolean.
     """
     if not isinstance(value, _BOOLEANS):
-        raise TypeError(refused(name, "True or False", value))
+        raise TypeError(refused(name, f"True or False{other}", value))
     return bool(value)
 
 

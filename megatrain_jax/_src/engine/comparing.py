@@ -19,6 +19,7 @@ from megatrain_jax._src.engine.options.options import (
     Microbatches,
     OnNonfinite,
     PrecisionGiven,
+    StatePerProcess,
     Trainable,
 )
 from megatrain_jax._src.engine.planning import plan
@@ -48,7 +49,7 @@ def compare_plans(
     seed: int = 0,
     hardware: Hardware | str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
-    state_per_process: bool = False,
+    state_per_process: StatePerProcess = False,
     host_gib: float | str | None = None,
     num_gpus: int | None = None,
     hosts: int | None = None,

@@ -41,6 +41,7 @@ from megatrain_jax._src.engine.options.options import (
     OnNonfinite,
     Options,
     PrecisionGiven,
+    StatePerProcess,
     Trainable,
     WhichParams,
     taken,
@@ -103,7 +104,7 @@ def fit(
     seed: int = 0,
     hardware: Hardware | str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
-    state_per_process: bool = False,
+    state_per_process: StatePerProcess = False,
 ) -> FitResult:
     """Trains a model whose state lives in pinned host memory.
 
@@ -370,7 +371,7 @@ def _resumed(
         path = series.folder / str(trainer.num_steps)
         before, now = facts["made_of"], trainer.run_state.saved_settings
         first = trainer.run_state.spec.first
-        parts = {"microbatches": first.microbatches}
+        parts = {"microbatches": trainer.run_state.num_parts}
         if first.depends_on_waves:
             parts["waves"] = first.waves
         finished = loop.steps is not None and trainer.num_steps >= loop.steps

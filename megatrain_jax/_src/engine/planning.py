@@ -24,6 +24,7 @@ from megatrain_jax._src.engine.options.options import (
     OnNonfinite,
     Options,
     PrecisionGiven,
+    StatePerProcess,
     Trainable,
     taken,
 )
@@ -38,6 +39,8 @@ from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.engine.spec.measured import by_measured_times
 from megatrain_jax._src.engine.spec.microbatches import fit_with_microbatches
 from megatrain_jax._src.engine.spec.rescheduled import run_with_all_waves
+from megatrain_jax._src.engine.spec.run_spec import RunSpec
+from megatrain_jax._src.engine.spec.state_choice import choose_state, copied
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
 from megatrain_jax._src.engine.start import (
     empty_kernel_cache,
@@ -70,7 +73,7 @@ def plan(
     seed: int = 0,
     hardware: Hardware | str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
-    state_per_process: bool = False,
+    state_per_process: StatePerProcess = False,
     host_gib: float | str | None = None,
     num_gpus: int | None = None,
     hosts: int | None = None,
@@ -170,53 +173,87 @@ def plan(
     check_parts(model, loss_fn, optimizer)
     number = run.least_microbatches
     fewer = 'mesh=AbstractMesh(({n},), ("data",))' if num_gpus is None else "num_gpus={n}"
-    copies = 1 if run.machine is None else run.machine.copies
-    devices = copies * run.num_devices
+    devices = _copies(run) * run.num_devices
     check_batch(sample_batch, number, "sample_batch", devices, or_shapes=True, fewer=fewer)
-    if copies > 1:
-        sample_batch = batch_shapes(sample_batch, parts=copies)
     if measure:
         return _measured(model, loss_fn, optimizer, sample_batch, run)
-    # For any mesh: a run divides everything over all devices.
-    placement = placed_on(AbstractMesh((run.num_devices,), ("data",)))
+
+    def fitted(run: Options) -> RunSpec:
+        return _fitted(model, loss_fn, optimizer, sample_batch, run)
+
     machine, target = run.machine, {}
     # A model may depend on the GPU that it is traced for; this machine may have none.
     if machine is not None and default_device().platform != "gpu":
         target = {"card": machine.name, "widest_heads": machine.widest_heads}
     with traced_for(**target), gc_paused(), remembering():
-        batch = IdentityKey(sample_batch) if needs_batch(model) else None
-        given = IdentityKey(model), IdentityKey(loss_fn), batch, run.seed, trace_target()
-        adapted = remembered(
-            "adapted model",
-            lambda: given,
-            lambda: adapt(model, loss_fn, sample_batch, run.seed, run.trainable)[0],
-        )
-        usable = machine and machine.usable_bytes
-        # Without hardware, the run is one of this machine.
-        on_cpu = machine is None and default_device().platform == "cpu"
-        platform = "cpu" if on_cpu else "gpu"
-        affecting = platform, run.num_devices, machine, run.dtypes, IdentityKey(optimizer)
-        tiles = remembered(
-            "tiles",
-            lambda: (*affecting, run.on_nonfinite, trace_target()),
-            lambda: TileFinder(KernelCache(platform=platform), placement),
-        )
-        base = process_base_bytes() if on_cpu else None
-        # One process for each host.
-        spread = (1 if machine is None else machine.hosts), 1
-        spec = fit_with_microbatches(
-            run,
-            lambda run: replace(
-                make_run_spec(adapted, loss_fn, optimizer, sample_batch, run), base_bytes=base
-            ),
-            lambda spec: fit_to_machine(
-                spec, tiles, usable, lambda fitted: fit_to_host(fitted, *spread)
-            ),
-            num_rows(sample_batch) or 1,
-            usable,
-            tiles,
-        )
-        return make_plan(run_with_all_waves(spec), *spread, copies)
+        if run.state_per_process == "auto":
+            spec = choose_state(*_ways(run), fitted)
+        else:
+            spec = fitted(run)
+        found = spec.options
+        return make_plan(run_with_all_waves(spec), *_spread(found), _copies(found))
+
+
+def _copies(run: Options) -> int:
+    return 1 if run.machine is None else run.machine.copies
+
+
+def _spread(run: Options) -> tuple[int, int]:
+    """The number of processes that share the state, and of those on a host: one for each host."""
+    return (1 if run.machine is None else run.machine.hosts), 1
+
+
+def _ways(run: Options) -> tuple[Options, Options | str]:
+    """The options of a run over several hosts with shared state, and with a copy on each."""
+    assert run.machine is not None
+    shared, hosts = replace(run, state_per_process=False), run.machine.hosts
+    return shared, copied(shared, AbstractMesh((run.num_devices // hosts,), ("data",)), hosts)
+
+
+def _fitted(
+    model: Any,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    run: Options,
+) -> RunSpec:
+    """The run, fitted to its machine by estimates."""
+    if (copies := _copies(run)) > 1:
+        sample_batch = batch_shapes(sample_batch, parts=copies)
+    # For any mesh: a run divides everything over all devices.
+    placement = placed_on(AbstractMesh((run.num_devices,), ("data",)))
+    machine = run.machine
+    batch = IdentityKey(sample_batch) if needs_batch(model) else None
+    given = IdentityKey(model), IdentityKey(loss_fn), batch, run.seed, trace_target()
+    adapted = remembered(
+        "adapted model",
+        lambda: given,
+        lambda: adapt(model, loss_fn, sample_batch, run.seed, run.trainable)[0],
+    )
+    usable = machine and machine.usable_bytes
+    # Without hardware, the run is one of this machine.
+    on_cpu = machine is None and default_device().platform == "cpu"
+    platform = "cpu" if on_cpu else "gpu"
+    affecting = platform, run.num_devices, machine, run.dtypes, IdentityKey(optimizer)
+    tiles = remembered(
+        "tiles",
+        lambda: (*affecting, run.on_nonfinite, trace_target()),
+        lambda: TileFinder(KernelCache(platform=platform), placement),
+    )
+    base = process_base_bytes() if on_cpu else None
+    spread = _spread(run)
+    return fit_with_microbatches(
+        run,
+        lambda run: replace(
+            make_run_spec(adapted, loss_fn, optimizer, sample_batch, run), base_bytes=base
+        ),
+        lambda spec: fit_to_machine(
+            spec, tiles, usable, lambda fitted: fit_to_host(fitted, *spread)
+        ),
+        num_rows(sample_batch) or 1,
+        usable,
+        tiles,
+    )
 
 
 def _measured(
@@ -236,11 +273,12 @@ def _measured(
     adapted = adapt(model, loss_fn, sample_batch, run.seed, run.trainable)[0]
     with warnings.catch_warnings():  # the plan lists them
         warnings.simplefilter("ignore", PlanWarning)
-        spec = local_run_spec(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
+        given = adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu
+        spec, placement = local_run_spec(*given)
     kernels, spread = empty_kernel_cache(spec, placement), placement.process_counts
     spec, _ = fit_and_compile(spec, kernels, placement, has_gpu=has_gpu)
-    found = make_plan(run_with_all_waves(spec), *spread)
+    found = make_plan(run_with_all_waves(spec), *spread, placement.num_copies)
     if found.fits_device is False:
         return found
     spec = by_measured_times(spec, kernels, placement, sample_batch)
-    return make_plan(run_with_all_waves(spec), *spread)
+    return make_plan(run_with_all_waves(spec), *spread, placement.num_copies)

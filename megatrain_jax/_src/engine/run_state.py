@@ -332,7 +332,7 @@ class RunState:
             "skipped": self.training.num_skipped,
             "skipped_in_row": self.training.skipped_in_row,
             "params_only": params_only,
-            "parts": {"microbatches": self.spec.microbatches, "waves": self.spec.waves},
+            "parts": {"microbatches": self.num_parts, "waves": self.spec.waves},
             "partial": self.training.partial,
             "history": as_json(self.history),  # its current contents
             "coded": coding_of(self.spec, entries),
@@ -402,6 +402,11 @@ class RunState:
         if (EMA_COUNT,) in others:
             warn_user(f"{path} holds no averages: those of `ema_decay` begin with its parameters.")
         return facts, sum(array[0] not in (EMA, EMA_COUNT) for array in others)
+
+    @property
+    def num_parts(self) -> int:
+        """The number of microbatches of the whole batch, on which random keys depend."""
+        return self.store.placement.num_copies * self.spec.microbatches
 
     # ---- steps
 

@@ -16,10 +16,12 @@ pool and would make it grow in small steps.
 """
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +75,14 @@ from megatrain_jax._src.engine.spec.microbatches import (
 from megatrain_jax._src.engine.spec.pooled import pooled_bytes
 from megatrain_jax._src.engine.spec.rescheduled import run_with_all_waves
 from megatrain_jax._src.engine.spec.run_spec import RunSpec, distinct_facts
+from megatrain_jax._src.engine.spec.state_choice import choose_state, copied, shared_because
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
 from megatrain_jax._src.engine.state import pool
 from megatrain_jax._src.engine.state.drive import Drives, check_space, in_memory
 from megatrain_jax._src.engine.state.drive import measured_rates as measured_disk_rates
 from megatrain_jax._src.engine.state.hardware import Hardware, card_here, within_pools
+from megatrain_jax._src.engine.state.network import measured_rate
 from megatrain_jax._src.engine.state.placement import (
     Placement,
     default_mesh,
@@ -122,9 +126,7 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
     check_products(run.dtypes, machine)
     mesh = run.mesh or default_mesh()
     check_mesh(mesh)
-    placement = placed_on(mesh, per_process=run.state_per_process)
-    if placement.across:
-        mesh = Mesh(placement.devices, ("data",))
+    placement = placed_on(mesh)
     hardware = run.machine or machine
     if hardware and machine:  # a named card is in this host, and this GPU computes
         host = hardware.host_bytes or machine.host_bytes
@@ -133,12 +135,22 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
         hardware = within_pools(hardware, number)
     if hardware:
         count, here = placement.process_counts
-        hardware = replace(hardware, hosts=max(1, count // here), copies=placement.num_copies)
+        hardware = replace(hardware, hosts=max(1, count // here), copies=1)
         hardware = _with_disks(hardware, run, placement.processes)
-    run = replace(run, hardware=hardware, mesh=mesh, state_per_process=bool(placement.across))
+    run = replace(run, hardware=hardware, mesh=mesh)
     if machine is not None or run.disk_folders:
         run = replace(run, host_budget=agreed_host_budget(run, placement))
+    if placement.processes.count == 1:
+        run = replace(run, state_per_process=False)
+    elif run.state_per_process is True:
+        placement = placed_on(mesh, per_process=True)
+        run = run.on_own_devices(_own_mesh(placement), placement.num_copies)
     return run, placement, machine is not None
+
+
+def _own_mesh(placement: Placement) -> Mesh:
+    """The mesh of a process that holds all state on its own devices."""
+    return Mesh(placement.devices, ("data",))
 
 
 def _with_disks(hardware: Hardware, run: Options, processes: Processes) -> Hardware:
@@ -166,8 +178,10 @@ def local_run_spec(
     run: Options,
     placement: Placement,
     has_gpu: bool,
-) -> RunSpec:
+) -> tuple[RunSpec, Placement]:
     """The run's spec; on a GPU, its numbers of microbatches and waves fit in the GPU's memory.
+
+    Where the plan chooses `state_per_process`, the placement may become that of a copy.
 
     Args:
         adapted: The model.
@@ -184,18 +198,74 @@ def local_run_spec(
     """
     adapted.check_batch(sample_batch)
     processes = placement.processes
-    sample = batch_shapes(sample_batch, placement.num_processes)
 
-    def make(run: Options) -> RunSpec:
-        return make_run_spec(adapted, loss_fn, optimizer, sample, run)
-
+    make_for = partial(partial, make_run_spec, adapted, loss_fn, optimizer)
     with gc_paused(), remembering():
+        run, placement, choice = _with_chosen_state(run, make_for, sample_batch, placement)
+        sample = batch_shapes(sample_batch, placement.num_processes)
+        make = make_for(sample)
         spec = make(with_chosen_microbatches(run, make, sample, placement, has_gpu))
+        spec = replace(spec, state_choice=choice)
     # Before anything large is made, so an error comes early.
     processes.agree("the beginning of a run", lambda: distinct_facts(spec, sample))
     if processes.is_first:
         warn_of(find_warnings(spec))
-    return spec
+    return spec, placement
+
+
+def _with_chosen_state(
+    run: Options,
+    make_for: Callable[[Any], Callable[[Options], RunSpec]],
+    sample_batch: Any,
+    placement: Placement,
+) -> tuple[Options, Placement, str]:
+    """A run's options and placement with the plan's choice of `state_per_process`, if it is asked.
+
+    Args:
+        run: The options, for shared state.
+        make_for: Makes, for the shapes of a batch, the function that makes a run's spec.
+        sample_batch: See `Trainer`.
+        placement: The run's devices, with shared state.
+
+    Returns:
+        The options, the placement, and a sentence on the choice; "" if nothing was to choose.
+    """
+    if run.state_per_process != "auto":
+        return run, placement, ""
+    assert run.mesh is not None
+    shared, processes = replace(run, state_per_process=False), placement.processes
+    apart = placed_on(run.mesh, per_process=True)
+    own = copied(shared, _own_mesh(apart), apart.num_copies)
+    rate, reason = math.inf, own if isinstance(own, str) else ""
+    if (machine := shared.machine) is None:
+        reason = "rates are known of GPUs, or of `hardware`"
+    elif processes.num_here > 1:
+        reason = "processes of one host would hold several copies"
+    else:
+        rate = machine.network_bytes_per_s
+    # Hosts may have other numbers of processes.
+    rows = processes.gather("asking who can hold all state", [reason, rate])
+    reason = next((found for found, _ in rows if found), "")
+    if machine is None or isinstance(own, str) or reason:
+        return shared, placement, shared_because(reason)
+    if (rate := min(given for _, given in rows)) == math.inf:
+        rate = measured_rate(placement)
+
+    def fitted(run: Options) -> RunSpec:
+        there = apart if run.state_per_process else placement
+        sample = batch_shapes(sample_batch, there.num_processes)
+        # Nothing but this choice depends on a measured rate.
+        hardware = run.machine and replace(run.machine, network_bytes_per_s=rate)
+        run = replace(run, hardware=hardware)
+        return _fitted(run, make_for(sample), sample, there)
+
+    found = choose_state(shared, own, fitted)
+    # Every host needs room for a copy; their memory and rates may differ.
+    rows = processes.gather(
+        "choosing who holds the state", [bool(found.options.state_per_process), found.state_choice]
+    )
+    is_copied, why = next((row for row in rows if not row[0]), rows[0])
+    return (own, apart, why) if is_copied else (shared, placement, why)
 
 
 def with_chosen_microbatches(
@@ -216,9 +286,14 @@ def with_chosen_microbatches(
     """
     if not chooses_microbatches_or_waves(run) or not has_gpu:
         return replace(run, microbatches=run.least_microbatches)
+    return _fitted(run, make, sample, placement).options
+
+
+def _fitted(
+    run: Options, make: Callable[[Options], RunSpec], sample: Any, placement: Placement
+) -> RunSpec:
+    """The run fitted to its machine by estimates, so that nothing is compiled for other numbers."""
     usable = run.machine and run.machine.usable_bytes
-    rows = num_rows(sample) or 1
-    # Uses estimates, so that nothing is compiled for rejected numbers.
     planned = placed_on(AbstractMesh((run.num_devices,), ("data",)))
     tiles = TileFinder(KernelCache(platform="gpu"), planned)
 
@@ -228,7 +303,7 @@ def with_chosen_microbatches(
     def fit(spec: RunSpec) -> RunSpec:
         return fit_to_machine(spec, tiles, usable, to_host)
 
-    return fit_with_microbatches(run, make, fit, rows, usable, tiles).options
+    return fit_with_microbatches(run, make, fit, num_rows(sample) or 1, usable, tiles)
 
 
 @dataclass(frozen=True, kw_only=True)

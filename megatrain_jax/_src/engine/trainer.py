@@ -31,6 +31,7 @@ from megatrain_jax._src.engine.options.options import (
     OnNonfinite,
     Options,
     PrecisionGiven,
+    StatePerProcess,
     Trainable,
     WhichParams,
     taken,
@@ -81,7 +82,7 @@ class Trainer(ExplainedAttributes):
         seed: int = 0,
         hardware: Hardware | str | None = None,
         mesh: Mesh | AbstractMesh | None = None,
-        state_per_process: bool = False,
+        state_per_process: StatePerProcess = False,
     ):
         """Cuts the model, checks that it fits, and initialises its state in host memory.
 
@@ -171,7 +172,10 @@ class Trainer(ExplainedAttributes):
                 step, and weights never, where shared state is gathered for each microbatch; each
                 host needs memory for all of it. Each process computes the loss of its own part of
                 the batch, and the loss is the mean of these, as over microbatches. Best with one
-                process per host.
+                process per host. "auto" takes the faster way by the plan's clock, for which a run
+                measures the network. `microbatches` are then those of the whole batch, of which
+                each process has an equal number, or "auto"; otherwise the state is shared, because
+                steps would differ.
 
         Raises:
             TypeError: If an argument has a wrong type.
@@ -591,9 +595,12 @@ def prepare(
     tell_phase("tracing the model, the loss and the optimizer ...", progress)
     adapted, initial = adapt(model, loss_fn, sample_batch, run.seed, run.trainable)
     initial.check()
-    spec = local_run_spec(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
-    if progress and (line := products_line(spec)):
-        tqdm.write(line, file=sys.stderr)
+    spec, placement = local_run_spec(
+        adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu
+    )
+    for line in filter(None, (products_line(spec), spec.state_choice)):
+        if progress:
+            tqdm.write(line, file=sys.stderr)
     if placement.processes.is_first and not needs_batch(model) and (text := unused_seed(spec)):
         warn_user(text)
     if params is not None:

@@ -244,11 +244,21 @@ def test_other_numbers_of_microbatches_and_waves_are_named(loss_fn, sums, is_nam
 
 
 @pytest.mark.parametrize(
-    ("rows", "processes", "taken"), [(4, 1, False), (4, 2, True), (8, 1, True)]
+    ("rows", "processes", "copies", "taken"),
+    [
+        (4, 1, 1, None),
+        (4, 2, 1, (4, 2)),
+        (8, 1, 1, (4, 2)),
+        (4, 1, 2, (2, 2)),
+        (2, 1, 2, None),
+        (8, 1, 4, None),
+        (8, 1, 3, None),
+    ],
 )
 def test_parts_of_a_checkpoint_are_taken_where_each_divides_over_the_devices(
-    rows, processes, taken, tmp_path, monkeypatch
+    rows, processes, copies, taken, tmp_path, monkeypatch
 ):
+    """Each copy of the state has an equal part of them."""
     (tmp_path / "3").mkdir()
     (tmp_path / "3" / MANIFEST).touch()
     parts = {"microbatches": 4, "waves": 2}
@@ -257,9 +267,9 @@ def test_parts_of_a_checkpoint_are_taken_where_each_divides_over_the_devices(
     several: Any = SimpleNamespace(
         count=processes, is_first=True, gather=lambda where, value: [value] * processes
     )
-    placement: Any = SimpleNamespace(processes=several, num_processes=processes)
+    placement: Any = SimpleNamespace(processes=several, num_processes=processes, num_copies=copies)
     found = with_saved_parts(run, tmp_path, rows, placement)
-    assert (found.microbatches, found.waves) == ((4, 2) if taken else ("auto", None))
+    assert (found.microbatches, found.waves) == (taken or ("auto", None))
 
 
 def watched(params, batch):

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import megatrain_jax as mt
 import small
-from inside import engine_of, spec_of, store_of
+from inside import engine_of, num_parts_of, spec_of, store_of
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.engine import start
 from megatrain_jax._src.engine.checkpoint import save
@@ -174,6 +174,7 @@ def test_the_first_of_processes_that_each_hold_all_state_writes_it():
             own = dataclasses.replace(store.placement, processes=processes, across=across)
             with mock.patch.object(store, "placement", own):
                 parts = save._parts(spec_of(trainer), store, entries)
+                assert num_parts_of(trainer) == (2 if copies else 1)
             groups = [g for groups, _ in parts for g in groups]
             assert sorted(groups) == ([] if copies and index else [0, 1])
             assert any(not groups for groups, _ in parts) == (index == 0)

@@ -177,7 +177,7 @@ def test_microbatches_that_the_plan_chose_are_kept(given, tmp_path, monkeypatch,
     assert tune(given, *auto) == 0
     report = json.loads((tmp_path / "auto" / "report.json").read_text())
     assert report["microbatches"] > 1
-    # The loss multiplies its count of tokens by the number.
+    # Of a step, although each part counts its own.
     settings = json.loads((given / "tune.yaml").read_text()) | {"out": "out", "epochs": None}
     batches = dataset(FinetuneSettings(**settings), settings["data"], None)
     tokens = [(batch["segments"] > 0).sum() for batch in islice(batches, 4)]

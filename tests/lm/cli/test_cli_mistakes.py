@@ -139,9 +139,11 @@ def test_a_folder_in_an_object_store_is_refused(tmp_path, capsys, monkeypatch):
 
 def test_a_flag_needs_no_value(tmp_path, capsys):
     words = ["finetune", "--model", "m", "--data", "d", "--out", str(tmp_path), "--keep-best"]
-    assert main([*words, "--eval-every", "2", "--print-config"]) == 0
-    printed = capsys.readouterr().out
-    assert "\nkeep_best: true\n" in printed
+    words.append("--state-per-process")
+    for given, value in ([], "true"), (["auto"], "auto"), (["no"], "false"):
+        assert main([*words, *given, "--eval-every", "2", "--print-config"]) == 0
+        printed = capsys.readouterr().out
+        assert "\nkeep_best: true\n" in printed and f"\nstate_per_process: {value}\n" in printed
     assert re.search("\n# .*\n(# .*\n)*samples:", printed)
 
 

@@ -145,6 +145,7 @@ COMMON = [
         24,
         "read.batch_size",
         At(place="plan.sample_batch", of=shape(0)),
+        "counted.rows",
         At(place="report.tokens_per_step", expected=24 * 2048),
     ),
     option(
@@ -152,7 +153,6 @@ COMMON = [
         2,
         "fit.microbatches",
         "plan.microbatches",
-        "counted.microbatches",
     ),
     option("epochs", 3, "read.epochs"),
     option("steps", 9, "fit.steps"),
@@ -194,6 +194,13 @@ COMMON = [
     option("disk_dir", "drive", "fit.disk_dir", "plan.disk_dir"),
     option("disk_budget", "64GiB", "fit.disk_budget", "plan.disk_budget", disk_dir="drive"),
     option("state_per_process", True, "fit.state_per_process", "plan.state_per_process"),
+    option(
+        "state_per_process",
+        "auto",
+        *("fit.state_per_process", "plan.state_per_process"),
+        At(place="fit.microbatches", expected="auto"),
+        microbatches="auto",
+    ),
     option("on_nonfinite", "skip", "fit.on_nonfinite", "plan.on_nonfinite"),
     option(
         "ema_decay",
@@ -332,7 +339,7 @@ FINETUNE = [
     ),
     option("simpo_gamma", 1.5, "simpo.simpo_gamma", objective="simpo"),
     option("cpo_alpha", 0.0, "simpo.cpo_alpha", objective="simpo"),
-    option("microbatches", 2, "counted.microbatches", objective="dpo", lora_rank=2),
+    option("batch", 24, "counted.rows", objective="dpo", lora_rank=2),
     option("format", "text", count("text", "source", 1), held_out=0),
     option("train_on", "all", "chat.train_on"),
     option(
@@ -437,6 +444,7 @@ PLAN = [
     option("hosts", 2, "plan.hosts"),
     option("network", "400Gb/s", "plan.network", hosts=2),
     option("state_per_process", True, "plan.state_per_process", hosts=2),
+    option("state_per_process", "auto", "plan.state_per_process", hosts=2),
     option("disk", "2GB/s", "plan.disk"),
     option("host", "64GiB", hardware(lambda card: card.host_bytes, 64 * 2**30)),
     option("tokens", 16384, At(place="plan.sample_batch", of=shape(0), expected=4)),

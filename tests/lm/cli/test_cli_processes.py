@@ -244,7 +244,7 @@ def test_processes_that_each_hold_all_state_train_what_those_that_share_it_do(ru
     assert runs.first.statuses[8] == [0, 0], runs.first.printed[8]
     check_near(runs.folder / "own/model", runs.folder / "whole/model")
     own, shared = (history(runs.folder / name) for name in ("own", "whole"))
-    for name in ("loss", "eval_loss"):
+    for name in ("loss", "eval_loss", "tokens"):
         found = [[record.get(name) for record in of] for of in (own, shared)]
         np.testing.assert_allclose(*np.array(found, float), rtol=1e-6)
 

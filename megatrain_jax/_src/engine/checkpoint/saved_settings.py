@@ -225,7 +225,11 @@ def with_saved_parts(
         return None
 
     parts = in_first_process(placement.processes, "the look for a batch's parts", newest)
-    rows = num_rows * placement.num_processes
-    if parts is None or rows % (parts["microbatches"] * run.num_devices):
+    if parts is None:
         return run
-    return replace(run, **parts)
+    # Of the whole batch; each process that holds all state has an equal part of them.
+    number, rest = divmod(parts["microbatches"], placement.num_copies)
+    rows = num_rows * placement.num_processes
+    if rest or number % parts["waves"] or rows % (number * run.num_devices):
+        return run
+    return replace(run, microbatches=number, waves=parts["waves"])

@@ -35,6 +35,7 @@ from megatrain_jax._src.engine.options.precision import Precision
 from megatrain_jax._src.engine.state.hardware import Hardware
 
 Microbatches = int | Literal["auto"]
+StatePerProcess = bool | Literal["auto"]
 DeviceBudget = int | str | None
 HostBudget = int | str | None
 OnNonfinite = Literal["raise", "skip"]
@@ -129,6 +130,9 @@ class Options:
             and weights never, where shared state is gathered for each microbatch; each host needs
             memory for all of it. Each process computes the loss of its own part of the batch, and
             the loss is the mean of these, as over microbatches. Best with one process per host.
+            "auto" takes the faster way by the plan's clock, for which a run measures the network.
+            `microbatches` are then those of the whole batch, of which each process has an equal
+            number, or "auto"; otherwise the state is shared, because steps would differ.
 
     Raises:
         TypeError: If an option has the wrong type.
@@ -150,7 +154,7 @@ class Options:
     seed: int = 0
     hardware: Hardware | str | None = None
     mesh: Mesh | AbstractMesh | None = None
-    state_per_process: bool = False
+    state_per_process: StatePerProcess = False
 
     @property
     def num_devices(self) -> int:
@@ -198,6 +202,11 @@ class Options:
         assert not isinstance(self.precision, str)
         return self.precision.on(self.machine)
 
+    def on_own_devices(self, mesh: Mesh | AbstractMesh, copies: int) -> "Options":
+        """The options of one of several processes that each hold all state, on its own devices."""
+        machine = self.machine and replace(self.machine, hosts=1, copies=copies)
+        return replace(self, hardware=machine, mesh=mesh, state_per_process=True)
+
     def __post_init__(self) -> None:
         """Checks every option."""
         _store(
@@ -214,6 +223,7 @@ class Options:
             max_skipped=checks.integer("max_skipped", self.max_skipped),
             seed=checks.integer("seed", self.seed, least=_LEAST_SEED, most=_MOST_SEED),
             hardware=found_hardware(self.hardware),
+            state_per_process=_state_per_process(self.state_per_process),
         )
         if self.disk_budget is not None and self.disk_dir is None:
             raise ValueError(f"`disk_budget`={self.disk_budget} is given without `disk_dir`")
@@ -223,7 +233,6 @@ class Options:
         checks.word("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
         check_products(self.dtypes, self.machine)
         check_mesh_given(self.mesh)
-        checks.boolean("state_per_process", self.state_per_process)
         if self.machine is not None and self.num_devices % self.machine.hosts:
             raise ValueError(
                 f"`mesh` has {counted(self.num_devices, 'device')}, which the "
@@ -318,9 +327,10 @@ class MachineOptions:
         run = replace(run, hardware=machine, mesh=mesh)
         if machine is None or number == 1 or not run.state_per_process:
             return replace(run, state_per_process=False)
+        if run.state_per_process == "auto":
+            return run
         # The plan of one host, with a process of its own.
-        own = AbstractMesh((run.num_devices // number,), ("data",))
-        return replace(run, hardware=replace(machine, hosts=1, copies=number), mesh=own)
+        return run.on_own_devices(AbstractMesh((run.num_devices // number,), ("data",)), number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -656,6 +666,12 @@ def _microbatches(value: Any) -> Microbatches:
     if isinstance(value, str) and value == "auto":
         return "auto"
     return checks.integer("microbatches", value, other=', or "auto"')
+
+
+def _state_per_process(value: Any) -> StatePerProcess:
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    return checks.boolean("state_per_process", value, other=', or "auto"')
 
 
 def _check_waves(waves: int | None, microbatches: Microbatches) -> None:

@@ -119,6 +119,7 @@ def make_plan(
         processes_per_host=processes_per_host,
         collective_bytes=_collective_bytes(step),
         num_copies=num_copies,
+        state_choice=spec.state_choice,
         summed_bytes=_summed_bytes(step, num_copies),
         seconds_dispatch=dispatches * workload.costs.dispatch,
         warnings=find_warnings(spec),

@@ -152,6 +152,8 @@ class Plan:
             parameters, and gradients to be summed.
         num_copies: Processes that each hold all state. The plan is that of one of them, but
             `batch_size` counts the batches of all.
+        state_choice: A sentence on the way that `state_per_process="auto"` chose, and on the other
+            one; "" if nothing was chosen.
         summed_bytes: Bytes that each host receives per step for sums of gradients, if each holds
             all state; see `state_per_process` of `Trainer`.
         seconds_dispatch: Estimate of the time in which Python dispatches a step.
@@ -214,6 +216,7 @@ class Plan:
     processes_per_host: int = 1
     collective_bytes: int = 0
     num_copies: int = 1
+    state_choice: str = ""
     summed_bytes: int = 0
     seconds_dispatch: float = 0.0
     warnings: tuple[str, ...] = ()

@@ -132,14 +132,14 @@ def summary(plan: Plan) -> list[str]:
         alike = "its two busiest resources alike"
         bound = alike if plan.bound == "neither" else BOUNDS[plan.bound]
         lines.append(f"Bound by {bound}. What would help: {'; '.join(helps)}.")
-    return lines
+    return [*lines, plan.state_choice] if plan.state_choice else lines
 
 
 def _help(plan: Plan) -> str:
     """What would make a step faster per example, for the resource that bounds it."""
     coded = "" if plan.float8_flops_per_step else ', or products="float8" where the GPU has it'
     networked = ", or a faster network between the hosts" if plan.network_bytes else ""
-    if plan.num_hosts > 1:
+    if plan.num_hosts > 1 and not plan.state_choice:
         networked = ", state_per_process=True" + networked
     dispatched = "larger batches or layers (the model is too small to keep a GPU busy)"
     return {

@@ -72,6 +72,7 @@ class RunSpec:
         num_groups: Number of groups that each block's experts are divided into; see
             `groups_among`.
         has_smaller_parts: See `Cut`.
+        state_choice: A sentence on the choice of `state_per_process`; "" if there was none.
         finer_ways: The ways to cut blocks into more parts, or their experts into more groups.
         finer: Makes the same run in the first possible one of such ways; None if there is none.
     """
@@ -99,6 +100,7 @@ class RunSpec:
     num_parts: int = 1
     num_groups: int = 1
     has_smaller_parts: bool = True
+    state_choice: str = ""
     finer_ways: tuple[BlockSplit, ...] = ()
     finer: "Callable[[Sequence[BlockSplit]], RunSpec | None]" = dataclasses.field(
         default=lambda ways: None, compare=False

@@ -93,7 +93,7 @@ def wrong_value(name: str, kind: Any, given: str) -> str:
         >>> wrong_value("compute", Literal["bfloat16", "float16"] | None, "fp16")
         '--compute takes bfloat16, float16 or null, but is fp16; did you mean `float16`?'
     """
-    hint = did_you_mean(_VALUES.get(given.lower(), given), _choices(kind))
+    hint = did_you_mean(_VALUES.get(given.lower(), given), choices(kind))
     if name in ("state", "master") and given in get_args(PrecisionName):
         hint = f"; did you mean `--precision {given}`?"
     return f"{option(name)} takes {_alternatives(kind)}, but is {given or 'empty'}{hint}"
@@ -160,10 +160,10 @@ def _each(kind: Any) -> list[str]:
     return [words for member in members for words in _each(member)]
 
 
-def _choices(kind: Any) -> list[str]:
+def choices(kind: Any) -> list[str]:
     """The values of a type that can be listed."""
     if get_origin(kind) is Literal:
         return list(map(str, get_args(kind)))
     if kind is type(None):
         return ["null"]
-    return [choice for member in get_args(kind) for choice in _choices(member)]
+    return [choice for member in get_args(kind) for choice in choices(member)]

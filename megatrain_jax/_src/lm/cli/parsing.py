@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
@@ -15,10 +15,10 @@ except ImportError as caught:
         f'the command line needs {caught.name}: pip install "megatrain-jax[cli]"'
     ) from caught
 
-from megatrain_jax._src.lm.cli.errors import cli_error_message, option
+from megatrain_jax._src.lm.cli.errors import choices, cli_error_message, option
 
 _Settings = TypeVar("_Settings")
-# The values that a flag may have.
+# The values that each flag may have.
 _TRUTHS = ("true", "false", "yes", "no")
 
 
@@ -63,7 +63,11 @@ def parsed(command: str, kind: type[_Settings], arguments: Sequence[str], first:
     parser.add_class_arguments(kind)
     known = fields(kind)  # type: ignore[arg-type]
     parser.kinds = {field.name: field.type for field in known}
-    flags = {field.name for field in known if field.type is bool}
+    flags = {
+        field.name: (*_TRUTHS, *choices(field.type))
+        for field in known
+        if field.type is bool or bool in get_args(field.type)
+    }
     lists = {
         field.name for field in known if any(get_origin(t) is list for t in get_args(field.type))
     }
@@ -76,7 +80,7 @@ def parsed(command: str, kind: type[_Settings], arguments: Sequence[str], first:
 
 
 def _normalized_arguments(
-    arguments: Sequence[str], first: str, flags: Collection[str]
+    arguments: Sequence[str], first: str, flags: Mapping[str, Collection[str]]
 ) -> list[str]:
     """The arguments in the parser's form.
 
@@ -87,7 +91,8 @@ def _normalized_arguments(
         ValueError: If there are two arguments without a name, or one follows a flag and is no file.
 
     Examples:
-        >>> _normalized_arguments(["--gpu-name", "H100", "--quiet", "Qwen3-8B"], "model", {"quiet"})
+        >>> words = ["--gpu-name", "H100", "--quiet", "Qwen3-8B"]
+        >>> _normalized_arguments(words, "model", {"quiet": ["true", "false"]})
         ['--model', 'Qwen3-8B', '--gpu_name', 'H100', '--quiet=true']
     """
     bare: list[str] = []
@@ -104,7 +109,8 @@ def _normalized_arguments(
         words.append(_underscored(word) if word.startswith("--") else word)
         name, has_value = words[-1].removeprefix("--"), rest and not rest[0].startswith("--")
         if name in flags:
-            words[-1] += f"={rest.pop(0) if has_value and rest[0].lower() in _TRUTHS else 'true'}"
+            is_value = has_value and rest[0].lower() in flags[name]
+            words[-1] += f"={rest.pop(0) if is_value else 'true'}"
         elif has_value and "=" not in name and name not in ("help", "-h"):
             words.append(rest.pop(0))
     if len(bare) > 1:

@@ -21,7 +21,8 @@ class PlanSettings(run_settings.StepSettings, run_settings.AdapterSettings):
         network: Rate at which each host receives from the others, such as 400Gb/s or 8x400Gb/s;
             default: a network that takes no time.
         state_per_process: Whether each host holds all state instead of a share: gradients then
-            cross the network once per step, and weights never.
+            cross the network once per step, and weights never. auto takes the faster way, if it may
+            cut each batch into a part per host.
         disk: Rates of each host's disks, such as "7GB/s read, 2GB/s write", or one rate for both:
             state that the host's memory can't hold rests there; default: no disk.
         host: Host memory in bytes, or such as 512GiB; default: this machine's or a typical host's.

@@ -276,16 +276,17 @@ Loss = Callable[[models.Decoder, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
 
 
 @functools.cache
-def counted(loss_fn: Loss, microbatches: int) -> Loss:
-    """A loss with the metric `tokens`: the step's tokens without padding.
+def counted(loss_fn: Loss, rows: int) -> Loss:
+    """A loss with the metric `tokens`: the tokens of a step's rows without padding.
 
     Equal arguments give the same function, whose traces are shared. A step reports the mean of a
-    metric over its microbatches, so this sum is multiplied by their number.
+    metric over its parts, so the tokens of a part are multiplied by the number of parts.
     """
 
     def with_tokens(model: models.Decoder, batch: Mapping[str, Any]) -> Any:
         loss, metrics = loss_fn(model, batch)
-        tokens = microbatches * (batch["segments"] > 0).sum(dtype=jnp.float32)
+        segments = batch["segments"]
+        tokens = rows / segments.shape[0] * (segments > 0).sum(dtype=jnp.float32)
         return loss, {**metrics, "tokens": tokens}
 
     return with_tokens
@@ -300,7 +301,7 @@ class Job:
         params: Parameters to start from; None for the initial ones of the built model.
         trainable: Patterns of the trained parameters; None for all.
         frozen: Form of frozen parameters at rest.
-        loss: The loss, without the metric of `counted`.
+        loss: The loss, without the metric of `counted_loss`.
         shapes: Shapes of a batch.
         reference: Folders of the checkpoint, and of its adapters, that serve as reference model
             before training; empty if the loss needs none.
@@ -321,3 +322,8 @@ class Job:
     prompting: Callable[[], tuple[Any, Callable[[str], Any]]]
     dataset: Callable[[Sequence[str] | str, int | None], "data.Dataset"]
     export: "Callable[[mt.Trainer, str, Path, str | None], Path]"
+
+    @property
+    def counted_loss(self) -> Loss:
+        """The loss with the metric of `counted`."""
+        return counted(self.loss, next(iter(self.shapes.values())).shape[0])

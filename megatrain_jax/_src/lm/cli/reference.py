@@ -25,7 +25,7 @@ import megatrain_jax as mt
 from megatrain_jax import data, distributed, objectives
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.unfinished import naming_file
-from megatrain_jax._src.lm.cli.recipe import Job, counted
+from megatrain_jax._src.lm.cli.recipe import Job
 from megatrain_jax._src.lm.cli.run_data import has_bar
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
 from megatrain_jax._src.lm.common.hf_folder import regular_file
@@ -203,7 +203,7 @@ def _computed(
     # An optimizer without state, because the model is only evaluated.
     trainer = mt.Trainer(
         job.model,
-        counted(job.loss, options["microbatches"]),
+        job.counted_loss,
         optax.sgd(0.0),
         {**sample, "reference": np.zeros((rows, 2 * pairs), np.float32)},
         params=job.params,

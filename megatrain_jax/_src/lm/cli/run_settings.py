@@ -19,6 +19,7 @@ Frozen = Literal["float32", "bfloat16", "int8", "nf4"]
 Sums = Literal["float32", "bfloat16"]
 Products = Literal["float8", "float8-all"]
 Microbatches = int | Literal["auto"]
+StatePerProcess = bool | Literal["auto"]
 Decay = Literal["cosine", "linear", "constant"]
 OPTIMIZERS = ("adamw", "lion", "muon", "adafactor", "sgd")
 
@@ -134,7 +135,7 @@ class StepSettings(Settings):
             available.
         state_per_process: Whether each of several processes holds all state instead of a share:
             gradients then cross the network once per step, and weights never. Best with one process
-            per host.
+            per host. auto takes the faster way, if it may cut each batch into a part per process.
     """
 
     microbatches: Microbatches = 1
@@ -149,7 +150,7 @@ class StepSettings(Settings):
     products: Products | None = None
     device_budget: int | str | None = None
     host_budget: int | str | None = None
-    state_per_process: bool = False
+    state_per_process: StatePerProcess = False
 
     def check_step(self) -> None:
         """Checks these settings.
@@ -217,7 +218,7 @@ class RunSettings(StepSettings):
             free.
         state_per_process: Whether each of several processes holds all state instead of a share:
             gradients then cross the network once per step, and weights never. Best with one process
-            per host.
+            per host. auto takes the faster way, if it may cut each batch into a part per process.
         checkpoints: Whether to save checkpoints, from which the same command resumes.
         checkpoint_every: Save after each multiple of this number of steps, and at the end.
         keep: Number of checkpoints to keep.

@@ -71,7 +71,8 @@ def run(settings: TrainingSettings, prepare: Callable[[], recipe.Job]) -> int:
         options["on_nonfinite"] = settings.on_nonfinite
         options["ema_decay"] = settings.ema_decay
         plan = _plan(settings, job, options)
-        if settings.microbatches == "auto":
+        # Else the run chooses both at its start, when it has measured the network.
+        if settings.microbatches == "auto" and settings.state_per_process != "auto":
             # As the first process's machine has it.
             parts = distributed.in_first(lambda: [plan.microbatches, plan.waves])
             options |= dict(zip(("microbatches", "waves"), parts, strict=True))
@@ -148,18 +149,16 @@ def _notes(
     """The notes for later processes of a run."""
     # External logs recognise a resumed run by its first process's identity.
     found = {"identity": identity, "data": batches.fingerprint}
-    if settings.microbatches == "auto":
+    if settings.microbatches == "auto" and options["microbatches"] != "auto":
         found["microbatches"] = f"{options['microbatches']} {options['waves']}"
     stamps = {f"files of {option}": stamp for option, stamp in file_stamps(settings).items()}
     return found | stamps
 
 
 def _plan(settings: TrainingSettings, job: recipe.Job, options: Mapping[str, Any]) -> mt.Plan:
-    number = options["microbatches"]
     return mt.plan(
         job.model,
-        # The number only scales metrics, which a plan doesn't have.
-        recipe.counted(job.loss, 1 if number == "auto" else number),
+        job.counted_loss,
         recipe.optimizer_of_run(settings, recipe.schedule_of_run(settings, settings.steps or 1)),
         job.shapes,
         num_gpus=run_report.num_gpus(),
@@ -216,7 +215,7 @@ def _train(
     with phase_lines():
         return mt.fit(
             job.model,
-            recipe.counted(job.loss, options["microbatches"]),
+            job.counted_loss,
             with_reference(batches.train),
             recipe.optimizer_of_run(settings, schedule),
             steps=ended["steps"] if ended else batches.steps,
