@@ -41,6 +41,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{scratch}/programs"
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+        # With XLA's own cache of timed products, two programs of one run take different kernels.
+        os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
     # Commands keep tokenised data in the user's cache folder. All that others keep there stays in
     # use.
     if "XDG_CACHE_HOME" not in os.environ:
