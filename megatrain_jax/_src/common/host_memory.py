@@ -59,7 +59,7 @@ class MemoryLimit:
     used_bytes: int
 
 
-def cgroup_memory(files: KernelFiles = _SYSTEM) -> tuple[MemoryLimit, ...]:
+def cgroup_memory(files: KernelFiles) -> tuple[MemoryLimit, ...]:
     """Finds the finite memory limits of this process's control groups, version 1 and 2.
 
     Returns:

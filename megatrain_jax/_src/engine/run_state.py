@@ -251,7 +251,7 @@ class RunState:
             arrays = _parameters(self.spec, self._store(params))
             return self.spec.adapted.rebuild(arrays, variables)
 
-    def unread_model(self, params: WhichParams = "trained") -> Any:
+    def unread_model(self, params: WhichParams) -> Any:
         """The user's kind of model; see `Trainer.unread_model`."""
         if self.store.placement.num_processes > 1:  # which can only read together
             return self.model(params)

@@ -237,7 +237,7 @@ def attention_shapes(jaxpr: Any) -> frozenset[tuple[int, ...]]:
     return frozenset(v.aval.shape for eqn in found for v in eqn.invars[:3])
 
 
-def are_oversized(shapes: Iterable[tuple[int, ...]], num_devices: int = 1) -> bool:
+def are_oversized(shapes: Iterable[tuple[int, ...]], num_devices: int) -> bool:
     """Whether queries, keys or values have more elements than cuDNN can index.
 
     Args:

@@ -156,7 +156,7 @@ _inner_keys: WeakKeyDictionary[Any, dict[int, StructuralKey]] = WeakKeyDictionar
 
 
 def structural_key(
-    jaxpr: Any, consts: Sequence[Any] = (), perturbed: Sequence[bool] | None = None
+    jaxpr: Any, consts: Sequence[Any], perturbed: Sequence[bool] | None = None
 ) -> StructuralKey:
     """A key that is equal for two jaxprs exactly if they and their derivatives compute the same.
 

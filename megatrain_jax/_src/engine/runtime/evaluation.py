@@ -60,7 +60,7 @@ def evaluate_batches(
     engine: Engine,
     batches: Iterable[Any],
     bind: Callable[[Any], BoundStep],
-    averaged: Sequence[GroupLayout] | None = None,
+    averaged: Sequence[GroupLayout] | None,
 ) -> Iterator[tuple[Any, int | None]]:
     """Evaluates batch by batch; a signal takes effect between two batches.
 

@@ -170,7 +170,7 @@ def bind_step(
     microbatches: int,
     device_budget: int | None,
     host_room: float = math.inf,
-    waves: int = 1,
+    waves: int,
     training: bool = True,
     on_disk: Mapping[Key, int] = MappingProxyType({}),
 ) -> BoundStep:

@@ -90,7 +90,7 @@ def by_measured_seconds(
     seconds: Mapping[tuple[Op, int], float],
     device_budget: int | None,
     host_room: float,
-    delay: float = 0.0,
+    delay: float,
 ) -> BoundStep:
     """A training step with the same computations, scheduled by the measured times of its functions.
 

@@ -122,7 +122,7 @@ class PinningRefusedError(MemoryError):
         self.num_pinned = num_pinned
 
 
-def pinnable_bytes(kernel: Path = _KERNEL) -> int | None:
+def pinnable_bytes(kernel: Path) -> int | None:
     """Returns the known limit of memory that this system can pin in total.
 
     Args:

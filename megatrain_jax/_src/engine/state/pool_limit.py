@@ -88,7 +88,7 @@ def process_budget(total: int, num_devices: int = 1) -> int:
     return _beside_driver(total - min(_SYSTEM, total // _SYSTEM_SHARE), num_devices)
 
 
-def process_budget_now(total: int, free: int, num_devices: int = 1) -> int:
+def process_budget_now(total: int, free: int, num_devices: int) -> int:
     """Returns the total bytes that processes can take while unrelated programs run.
 
     Args:

@@ -77,7 +77,7 @@ def add_conversations(
     train_on: TrainOn,
     builder: CorpusBuilder,
     report: Report,
-    unlearned: frozenset[int] = frozenset(),
+    unlearned: frozenset[int],
 ) -> None:
     """Adds conversations to a builder; after an error, only looks for further errors.
 

@@ -166,7 +166,7 @@ def to_conversation(row: Row, rules: TurnRules = _NO_RULES) -> Conversation:
     return _conversation(row, turns, read, rules)
 
 
-def to_pair(row: Row, rules: TurnRules = _NO_RULES) -> Pair:
+def to_pair(row: Row, rules: TurnRules) -> Pair:
     """Converts a row to two conversations, one of which is preferred.
 
     Args:

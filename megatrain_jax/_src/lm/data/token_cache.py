@@ -159,7 +159,7 @@ def open_cache(
     parts: Parts,
     tokens: FastTokenizer,
     options: Sequence[Any],
-    template: str | None = None,
+    template: str | None,
 ) -> TokenCache | None:
     """The place of a dataset in the user's cache; None without a cache, or for rows in memory.
 

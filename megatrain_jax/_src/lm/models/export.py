@@ -72,7 +72,7 @@ MARKER = "megatrain_export.json"
 _CURRENT_FOLDER, _EXCHANGE = -100, 2
 
 
-def new_folder(folder: str | PathLike[str], *, overwrite: bool = False) -> Path:
+def new_folder(folder: str | PathLike[str], *, overwrite: bool) -> Path:
     """Returns the path of a folder to be written.
 
     Args:
@@ -326,9 +326,7 @@ def write_chat_template(folder: Path, template: str | None) -> None:
         (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
 
 
-def decoder_of(
-    trainer: Trainer | Decoder, params: Literal["trained", "ema"] = "trained"
-) -> Decoder:
+def decoder_of(trainer: Trainer | Decoder, params: Literal["trained", "ema"]) -> Decoder:
     """Returns a trainer's decoder, with its parameters or their averages, or the given decoder.
 
     A trainer's parameters are read when they are converted to NumPy arrays.

@@ -130,8 +130,8 @@ def trace_optimizer(
     params_tree: Callable[[Sequence[Any]], Any],
     shapes: Shapes,
     *,
-    is_scaled: bool = False,
-    ema_decay: Decay | None = None,
+    is_scaled: bool,
+    ema_decay: Decay | None,
 ) -> TracedOptimizer:
     """Traces the update of a whole tree, and its initialisation, on abstract arrays.
 
