@@ -285,6 +285,9 @@ def test_seconds_of_several_devices():
     assert plan.seconds_collectives == pytest.approx(plan.collective_bytes / 10)
     alone = replace(plan, hardware=replace(MACHINE, peer_bytes_per_s=None))
     assert alone.seconds_collectives == pytest.approx(plan.collective_bytes / min(10, 40 / 8))
+    # A ring passes through the network between hosts, once for all GPUs of one.
+    several = replace(MACHINE, hosts=2, network_bytes_per_s=3.0)
+    assert (several.collective_bytes_per_s(4), MACHINE.collective_bytes_per_s(4)) == (3, 10)
     through = 4 * (plan.bytes_in + plan.bytes_out + 2 * plan.collective_bytes)
     assert alone.bytes_through_host == through
 

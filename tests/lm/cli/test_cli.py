@@ -371,6 +371,7 @@ def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
         (["plan", "Qwen3-8B", "--gpu=H100", "--host=512"], '`host`=512 "512 GiB"'),
         (["plan", "Qwen3-8B", "--tokens", "5000"], "`tokens`=5000 `length`=4096"),
         (["plan", "Qwen3-8B", "--tokens=8192", "--gpus=4"], "2 rows `length`=4096 4"),
+        (["plan", "Qwen3-8B", "--tokens=12288", "--gpus=1", "--hosts=2"], "3 rows 2 `hosts`=2"),
         (["plan", "--frozen=int8"], "`frozen`=int8"),
         (["plan", "--tokens=8192"], "`tokens` model"),
         (["plan", "--state", "compact"], "--state float32 compact --precision"),

@@ -164,14 +164,19 @@ def test_images_in_files_are_those_in_memory(processor, tmp_path):
     features = rows.features | {"images": datasets.List(datasets.Image())}
     rows = rows.cast(datasets.Features(features))
     rows.to_parquet(tmp_path / "rows.parquet")
-    sources += [tmp_path / "rows.jsonl", rows, tmp_path / "rows.parquet"]
+    inside = datasets.Dataset.from_list([conversation([*own(encoded(image)), "which"])])
+    turn = inside.features["messages"].feature
+    turn["content"] = datasets.List(turn["content"].feature | {"image": datasets.Image()})
+    inside = inside.cast(datasets.Features({"messages": datasets.List(turn)}))
+    sources += [tmp_path / "rows.jsonl", rows, tmp_path / "rows.parquet", inside]
     for source in sources:
         (batch,) = made(source, processor)
         assert batch["tokens"].tolist() == expected["tokens"].tolist()
         assert (batch["pixel_values"] == expected["pixel_values"]).all()
     # Images of `datasets` stay encoded.
-    (reference,) = made(rows, processor)._corpus.images[0]
-    assert isinstance(reference.source, bytes)
+    for source in (rows, inside):
+        (reference,) = made(source, processor)._corpus.images[0]
+        assert isinstance(reference.source, bytes)
 
 
 def in_modes() -> dict[str, Image.Image]:

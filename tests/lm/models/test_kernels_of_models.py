@@ -21,6 +21,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
+from megatrain_jax._src.common.kernel_primitives import kernel_costs
 from megatrain_jax._src.engine.kernels.gpu_memory import gpu_temporary_bytes
 from megatrain_jax._src.engine.program.flops import count_flops, count_loops
 from megatrain_jax._src.engine.program.trace_target import traced_for
@@ -383,6 +384,13 @@ def test_the_gradient_of_the_delta_rule_counts_its_states(kernels):
     forward = jax.make_jaxpr(delta_rule.delta_rule)(q, q, v, numbers, numbers, None)
     chunks = 128 * 32 * (4 * 64 * 64 * 256 + 6 * 64 * 128 * 128)
     assert count_flops(forward) == chunks
+    assert count_flops(jaxpr) == 4 * chunks
+    # XLA's figures on an H200, in bf16.
+    q, v = (x.update(dtype=jnp.bfloat16) for x in (q, v))
+    forward, backward = jax.make_jaxpr(gradient)(q, q, v, numbers, numbers).eqns
+    for eqn, mebibytes in ((forward.params["call_jaxpr"].eqns[0], 98), (backward, 389)):
+        costs = kernel_costs(eqn)
+        assert costs and costs.workspace(eqn) / 2**20 == pytest.approx(mebibytes, rel=0.03)
 
 
 @pytest.mark.exhaustive

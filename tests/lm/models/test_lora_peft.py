@@ -140,6 +140,10 @@ def test_training_goes_on_from_adapters_of_peft(saved, tmp_path):
     found = check_files(tmp_path / "ours", tmp_path / "theirs")
     assert len(found) == 10 + len(saved or ())
     if saved is not None:
+        settings = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+        assert {name.removeprefix("model.") for name in settings["modules_to_save"]} == {
+            name.removeprefix("model.") for name in saved
+        }
         again = peft.PeftModel.from_pretrained(make_torch("llama"), tmp_path / "ours")
         tokens = random_tokens()
         ours = jax.tree.map(jnp.asarray, trainer.model)(tokens)

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from families_dense import DENSE
+from families_experts import EXPERTS
+from families_mixers import MIXERS
 from megatrain_jax._src.lm.models.config import FAMILIES
 from megatrain_jax._src.lm.models.decoder_options import ParameterMaker
 from megatrain_jax._src.lm.models.layers import RMSNorm
@@ -248,16 +251,10 @@ def as_transformers(values):
     return transformers.AutoConfig.for_model(values["model_type"], **options).to_dict()
 
 
-@pytest.mark.parametrize("family", _FULL)
-@pytest.mark.filterwarnings("ignore")
-def test_each_field_that_is_left_out_is_what_transformers_takes_for_it(family):
-    # As many layers and heads as the defaults of others of their numbers need.
-    sizes = {"num_hidden_layers": 30, "num_attention_heads": 32, "hidden_size": 512}
-    least = SIZES | sizes | {"model_type": family} | _FULL[family]
-    full = as_transformers(least)
-    assert DecoderConfig.from_hf(least) == DecoderConfig.from_hf(full)
+def check_fields_left_out(full, kept):
+    """Checks that a field that is left out, but for the kept ones, has Transformers' default."""
     left_out = 0
-    for name in set(full) - {"model_type", "vocab_size", "intermediate_size", *sizes}:
+    for name in set(full) - {"model_type", "vocab_size", *kept}:
         values = {k: v for k, v in full.items() if k != name}
         try:
             ours = DecoderConfig.from_hf(values)
@@ -266,6 +263,28 @@ def test_each_field_that_is_left_out_is_what_transformers_takes_for_it(family):
         assert ours == DecoderConfig.from_hf(as_transformers(values)), name
         left_out += 1
     assert left_out > 20
+
+
+@pytest.mark.parametrize("family", _FULL)
+@pytest.mark.filterwarnings("ignore")
+def test_each_field_that_is_left_out_is_what_transformers_takes_for_it(family):
+    # As many layers and heads as the defaults of others of their numbers need.
+    sizes = {"num_hidden_layers": 30, "num_attention_heads": 32, "hidden_size": 512}
+    least = SIZES | sizes | {"model_type": family} | _FULL[family]
+    full = as_transformers(least)
+    assert DecoderConfig.from_hf(least) == DecoderConfig.from_hf(full)
+    check_fields_left_out(full, {"intermediate_size", *sizes})
+
+
+@pytest.mark.parametrize("name", DENSE | EXPERTS | MIXERS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_field_that_is_left_out_has_its_default_beside_others_that_have_not(name):
+    transformers = pytest.importorskip("transformers")
+    family, options, _ = (DENSE | EXPERTS | MIXERS)[name]
+    sizes = SIZES | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"max_position_embeddings": 64, "tie_word_embeddings": False}
+    full = getattr(transformers, f"{family}Config")(**sizes | options).to_dict()
+    check_fields_left_out(full, set())
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -346,6 +365,13 @@ def test_scores_of_deepseek_grow_twice_with_stretched_wavelengths():
     config = DecoderConfig.from_hf(released.config, ignore=released.ignore)
     growth = 0.1 * np.log(40) + 1
     assert config.attention_scale == pytest.approx((128 + 64) ** -0.5 * growth**2)
+
+
+@pytest.mark.parametrize("limits", [[0.1], [-1.0, 2.0], 0.1])
+def test_limits_of_time_steps_are_two_numbers(limits):
+    values = SIZES | {"model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 4}
+    with refuses(TypeError, "`time_step_limit`", str(limits)):
+        DecoderConfig.from_hf(values | {"time_step_limit": limits})
 
 
 def test_unknown_fields_may_be_ignored_by_name():
