@@ -150,6 +150,40 @@ def test_training_goes_on_from_adapters_of_peft(saved, tmp_path):
         np.testing.assert_allclose(ours, logits_of(again, tokens), atol=1e-4)
 
 
+def test_ranks_and_alphas_by_pattern_are_those_of_peft(tmp_path):
+    base = save(make_torch("llama"), tmp_path / "base")
+    patterns: dict[str, Any] = {
+        "rank_pattern": {"q_proj": 5, r"layers\.1\.mlp\..*": 1},
+        "alpha_pattern": {"1.self_attn.q_proj": 7, "[qu]p?_proj": 2.5},
+    }
+    theirs = make_peft("llama", tmp_path / "lora", r=3, target_modules="all-linear", **patterns)
+    adapted = models.load_lora(models.load_pretrained(base), tmp_path / "lora")
+    trainer = trainer_of(adapted)
+    tokens = random_tokens()
+    ours = jax.tree.map(jnp.asarray, trainer.model)(tokens)
+    np.testing.assert_allclose(ours, logits_of(theirs, tokens), atol=1e-5)
+    theirs = peft.PeftModel.from_pretrained(
+        make_torch("llama"), tmp_path / "lora", is_trainable=True
+    )
+    curve, expected = curves(trainer, theirs, 3)
+    np.testing.assert_allclose(curve, expected, rtol=4e-6)
+    # Written with each module's own numbers, it is the same model in PEFT and here.
+    models.save_lora(trainer, tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    check_files(tmp_path / "ours", tmp_path / "theirs")
+    again = peft.PeftModel.from_pretrained(make_torch("llama"), tmp_path / "ours")
+    ours = jax.tree.map(jnp.asarray, trainer.model)(tokens)
+    np.testing.assert_allclose(ours, logits_of(again, tokens), atol=1e-5)
+    fresh = models.lora(
+        models.load_pretrained(base).model,
+        targets="[qv]_proj",
+        rank=lambda path: 2 if path == "layers/1/self_attn/q_proj/weight" else 4,
+        alpha=lambda path: 3.0 if "v_proj" in path else 4.0,
+    ).model()
+    found = [(m.lora_A.shape[0], m.lora_settings.scale) for _, m in adapted_modules(fresh)]
+    assert found == [(4, 1.0), (4, 0.75), (2, 2.0), (4, 0.75)]
+
+
 def test_dora_is_that_of_peft(tmp_path):
     base = save(make_torch("qwen2"), tmp_path / "base")  # its projections have biases
     targets = r"self_attn/(q|v)_proj|down_proj"
@@ -211,11 +245,18 @@ def test_modules_that_cannot_be_saved_are_refused(name, saved, told, tmp_path):
 
 def test_adapters_are_read_as_they_were_saved(tmp_path):
     pretrained = models.load_pretrained(save(make_torch("qwen3-moe"), tmp_path / "base"))
-    options: dict[str, Any] = {"rank": 3, "alpha": 5.0, "rslora": True}
-    model = models.lora(pretrained.model, targets="_proj", **options).model()
+    model = models.lora(
+        pretrained.model,
+        targets="0/self_attn/.*_proj|1/.*_proj",
+        rank=lambda path: 3 if "experts" in path else 2,
+        alpha=lambda path: 5.0 if "up_proj" in path else 6.0,
+        rslora=True,
+    ).model()
     for number, (_, module) in enumerate(adapted_modules(model)):
         module.lora_B.set_value(jnp.full_like(module.lora_B[...], number))
     folder = models.save_lora(model, tmp_path / "lora")
+    # PEFT joins experts' matrices by the rank that all modules have.
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 3
     again = models.load_lora(pretrained, folder, seed=4)
     assert again.params is not None
     modules = dict(adapted_modules(again.model()))
@@ -239,7 +280,9 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     config = json.loads((folder / "adapter_config.json").read_text())
     for change, told in (
         ({"r": 2}, ["shape: base_model"]),
-        ({"rank_pattern": {"q_proj": 2}}, ["trained", "rank_pattern={'q_proj': 2}"]),
+        ({"rank_pattern": {"q_proj": 2}}, ["shape: base_model", "q_proj"]),
+        ({"alpha_pattern": {"2.up_proj": 2}}, ["experts", "alphas"]),
+        ({"alpha_pattern": {"q_proj": 0}}, ["adapter_config.json:", "alpha_pattern.q_proj"]),
         ({"init_lora_weights": "pissa"}, ["init_lora_weights='pissa'"]),
         ({"bias": "all"}, ["bias='all'"]),
         ({"peft_type": "LOHA"}, ["peft_type='LOHA'"]),

@@ -45,7 +45,7 @@ KNOWN = "nnx.Linear, nnx.LinearGeneral and the layers of models.Decoder"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of all adapters of a model.
+    """The options of a module's adapters; all but rank and alpha are one model's.
 
     Attributes:
         rank: Rows of `lora_A`.
@@ -333,8 +333,8 @@ def lora(
     model: nnx.Module | Callable[[], nnx.Module],
     *,
     targets: str | Callable[[str], bool],
-    rank: int = 16,
-    alpha: float = 32.0,
+    rank: int | Callable[[str], int] = 16,
+    alpha: float | Callable[[str], float] = 32.0,
     dropout: float = 0.0,
     rslora: bool = False,
     modules_to_save: Sequence[str] = (),
@@ -357,8 +357,8 @@ def lora(
             its own adapters. Parameters with one axis are skipped, so `"layers/"` selects all
             matrices of layers. The module must be called: code that reads a matrix directly doesn't
             see its adapters.
-        rank: Rows of `A` and columns of `B`.
-        alpha: The scale is `alpha / rank`.
+        rank: Rows of `A` and columns of `B`, or a function that returns them for a matrix's path.
+        alpha: The scale is `alpha / rank`; also a number, or a function of the path.
         dropout: Fraction of a module's inputs hidden from its adapter, below 1; not for experts.
         rslora: Whether the scale is `alpha / sqrt(rank)` (https://arxiv.org/abs/2312.03732).
         modules_to_save: Modules that are trained whole beside the adapters and saved with them, as
@@ -376,23 +376,27 @@ def lora(
             can't have adapters, `modules_to_save` has a name without a module or a module that
             can't be saved, or the model already has adapters.
     """
-    settings = Settings(
-        rank=checks.integer("rank", rank),
-        alpha=checks.number("alpha", alpha, above=0),
-        dropout=checks.number("dropout", dropout, least=0),
-        rslora=checks.boolean("rslora", rslora),
-        seed=checks.integer("seed", seed, least=0, most=2**32 - 1),
-        dora=checks.boolean("dora", dora),
-    )
-    if settings.dropout >= 1:
+    dropout = checks.number("dropout", dropout, least=0)
+    if dropout >= 1:
         raise ValueError(checks.refused("dropout", "below 1", dropout))
     if isinstance(modules_to_save, str) or not all(isinstance(n, str) for n in modules_to_save):
         raise TypeError(checks.refused("modules_to_save", "a list of names", modules_to_save))
     chooses = _chooser(targets)
 
+    def settings(path: str) -> Settings:
+        own_rank, own_alpha = (n(path) if callable(n) else n for n in (rank, alpha))
+        return Settings(
+            rank=checks.integer("rank", own_rank),
+            alpha=checks.number("alpha", own_alpha, above=0),
+            dropout=dropout,
+            rslora=checks.boolean("rslora", rslora),
+            seed=checks.integer("seed", seed, least=0, most=2**32 - 1),
+            dora=checks.boolean("dora", dora),
+        )
+
     def adapted(made: nnx.Module) -> nnx.Module:
-        own = replace(settings, saved=saved_modules(made, modules_to_save))
-        _add(made, chooses, targets, own)
+        saved = saved_modules(made, modules_to_save)
+        _add(made, chooses, targets, lambda path: replace(settings(path), saved=saved))
         return made
 
     if isinstance(model, nnx.Module):
@@ -417,7 +421,7 @@ def lora(
     pattern = DORA if dora else TRAINABLE
     return Lora(
         model=built,
-        params=None if params is None else _with_fresh_adapters(params, chosen, settings),
+        params=None if params is None else _with_fresh_adapters(params, chosen),
         trainable="|".join([pattern, *(f"^{re.escape(path)}/" for path in saved)]),
         targets=tuple(_matrix_name(path, module) for path, module in chosen.items()),
     )
@@ -477,9 +481,12 @@ def _chooser(targets: Any) -> Callable[[str], bool]:
 
 
 def _add(
-    model: nnx.Module, chooses: Callable[[str], bool], targets: Any, settings: Settings
+    model: nnx.Module,
+    chooses: Callable[[str], bool],
+    targets: Any,
+    settings: Callable[[str], Settings],
 ) -> None:
-    """Adds adapters to the selected matrices, in place."""
+    """Adds adapters to the selected matrices, in place; `settings` returns those of a path."""
     if any(adapted_modules(model)):
         raise ValueError("`model` has adapters already; merge_lora(model) makes them part of it")
     matrices = {
@@ -508,17 +515,18 @@ def _add(
             "`trainable` that finds lm_head, too"
         )
     experts = [name_of(path) for path, module in chosen if isinstance(module, ExpertMatrix)]
-    for name, value, off in (("dropout", settings.dropout, 0.0), ("dora", settings.dora, False)):
+    own = [settings(_matrix_name(path, module)) for path, module in chosen]
+    for name, value, off in (("dropout", own[0].dropout, 0.0), ("dora", own[0].dora, False)):
         if value and experts:
             raise ValueError(
                 f"`{name}` is not for adapters of experts, such as {experts[0]}; pass {off}, or "
                 "choose `targets` without them"
             )
-    both = [name_of(path) for path, _ in chosen if name_of(path) in settings.saved]
+    both = [name_of(path) for path, _ in chosen if name_of(path) in own[0].saved]
     if both:
         raise ValueError(f"`modules_to_save` and `targets` both choose {some(both)}")
-    for path, module in chosen:
-        add_adapters(path, module, settings)
+    for (path, module), one in zip(chosen, own, strict=True):
+        add_adapters(path, module, one)
 
 
 def _matrix_name(path: ModulePath, module: Any) -> str:
@@ -564,9 +572,7 @@ def _fresh(path: ModulePath, shape: tuple[int, ...], settings: Settings) -> Comp
     return ComputedArray("a fresh adapter", shape, np.float32, numbers)
 
 
-def _with_fresh_adapters(
-    params: Any, chosen: Mapping[ModulePath, Any], settings: Settings
-) -> dict[str, Any]:
+def _with_fresh_adapters(params: Any, chosen: Mapping[ModulePath, Any]) -> dict[str, Any]:
     """Returns the given parameters with the model's fresh adapters added."""
     tree = _as_dicts(params)
     if not isinstance(tree, dict):
@@ -577,11 +583,11 @@ def _with_fresh_adapters(
         for key in path:
             # Further missing parameters are reported when a run starts from this tree.
             at = at.setdefault(str(key), {})
-        if settings.dora:
+        if module.lora_settings.dora:
             matrix = matrix_of(module)
             assert matrix is not None
             at["lora_magnitude"] = _norms(at.get(matrix.name), matrix, module.lora_magnitude.shape)
-        at["lora_A"] = _fresh(path, module.lora_A.shape, settings)
+        at["lora_A"] = _fresh(path, module.lora_A.shape, module.lora_settings)
         # A broadcast zero takes four bytes for any shape; its elements are never stored.
         at["lora_B"] = np.broadcast_to(np.float32(0), module.lora_B.shape)
     return tree

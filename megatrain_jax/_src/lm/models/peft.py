@@ -89,9 +89,9 @@ _WITHOUT_EFFECT = frozenset(
     "megatron_core modules_to_save peft_version qalora_group_size revision runtime_config "
     "target_modules task_type".split()
 )
-_CHECKED = frozenset("r lora_alpha lora_dropout use_rslora use_dora".split())
-# Numbers by module, which `models.lora` doesn't have.
-_PATTERNS = frozenset(("rank_pattern", "alpha_pattern"))
+_CHECKED = frozenset(
+    "r lora_alpha lora_dropout use_rslora use_dora rank_pattern alpha_pattern".split()
+)
 _VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
@@ -131,12 +131,14 @@ class AdapterSettings:
         """Returns the rank of a module's adapter, as PEFT chooses it."""
         return self._of(self.ranks, module, self.rank)
 
+    def alpha_of(self, module: str) -> float:
+        """Returns the alpha of a module's adapter, as PEFT chooses it."""
+        return self._of(self.alphas, module, self.alpha)
+
     def scale_of(self, module: str) -> float:
-        """Returns the factor of a module's adapter, as PEFT chooses it."""
+        """Returns the factor of a module's adapter."""
         rank = self.rank_of(module)
-        return self._of(self.alphas, module, self.alpha) / (
-            math.sqrt(rank) if self.rslora else rank
-        )
+        return self.alpha_of(module) / (math.sqrt(rank) if self.rslora else rank)
 
     @staticmethod
     def _of(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
@@ -147,7 +149,7 @@ class AdapterSettings:
 def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int = 0) -> Lora:
     """Adds the adapters in a folder to a checkpoint, to go on training them.
 
-    The folder, written by `save_lora` or PEFT, determines rank, scale, dropout and the adapted
+    The folder, written by `save_lora` or PEFT, determines ranks, scales, dropout and the adapted
     matrices: `peft.PeftModel.from_pretrained(base, folder, is_trainable=True)` does the same.
 
     Args:
@@ -178,7 +180,8 @@ def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int 
         )
     parameters = [entry for entry in parameter_tensors(pretrained.config) if entry.trained]
     found = _found(parameters, read_tensors(folder), settings, pretrained, folder)
-    chosen = {name_of(p.path) for p, arrays in found if "lora_A" in arrays}
+    # All experts of a layer have one rank and alpha; see `_found`.
+    chosen = {name_of(p.path): p.modules[0] for p, arrays in found if "lora_A" in arrays}
     if "lm_head/weight" in chosen:
         raise ValueError(
             f"the adapters in {folder} adapt lm_head, which can't have adapters here, because "
@@ -194,8 +197,8 @@ def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int 
     adapted = lora(
         pretrained.model,
         targets=lambda path: path in chosen,
-        rank=settings.rank,
-        alpha=settings.alpha,
+        rank=lambda path: settings.rank_of(chosen[path]),
+        alpha=lambda path: settings.alpha_of(chosen[path]),
         dropout=settings.dropout,
         rslora=settings.rslora,
         modules_to_save=sorted(whole),
@@ -253,7 +256,7 @@ def read_settings(folder: Path, *, merging: bool) -> AdapterSettings:
 def _is_right(name: str, value: Any, merging: bool) -> bool:
     if name in _VALUES:
         return value in _VALUES[name] or (merging and value in _MERGED_ONLY.get(name, ()))
-    known = name in _WITHOUT_EFFECT or name in _CHECKED or (merging and name in _PATTERNS)
+    known = name in _WITHOUT_EFFECT or name in _CHECKED
     # An unknown option that is empty or off has no effect. Zero may have one.
     return known or value is None or value is False or value in ("", [], {})
 
@@ -374,8 +377,12 @@ def _found(
             missing += lacking
             left = {name: tensor for name, tensor in left.items() if name not in every}
             continue
+        numbers = {(settings.rank_of(m), settings.alpha_of(m)) for m in parameter.modules}
+        if len(numbers) > 1:
+            misshapen.append(f"experts {parameter.modules[0]} … with several ranks or alphas")
+        [(rank, _), *_] = numbers
         out, *inside = parameter.tensor_shape
-        shapes = {"lora_A": (settings.rank, *inside), "lora_B": (out, settings.rank)}
+        shapes = {"lora_A": (rank, *inside), "lora_B": (out, rank)}
         shapes["lora_magnitude"] = (out,)
         parts = {f: tuple(left.pop(name) for name in names[f]) for f in ends}
         wrong = [
@@ -523,7 +530,13 @@ def _config(
     PEFT finds modules by the ends of their names. `q_proj` stands for all modules with this name if
     all have adapters; otherwise each is listed by its full name.
     """
-    settings = next(iter(modules.values())).lora_settings
+    # PEFT joins experts' matrices by the numbers that all modules have, so these are the experts'.
+    settings = modules[min(modules, key=lambda path: not named[path].stacked)].lora_settings
+
+    def pattern(number: str) -> dict[str, Any]:
+        own = {path: getattr(module.lora_settings, number) for path, module in modules.items()}
+        common = getattr(settings, number)
+        return {name: n for path, n in own.items() if n != common for name in named[path].modules}
 
     def last(path: ModulePath) -> str:
         return named[path].modules[0].rpartition(".")[2]
@@ -541,6 +554,8 @@ def _config(
         "base_model_name_or_path": model.config.source,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
+        "rank_pattern": pattern("rank"),
+        "alpha_pattern": pattern("alpha"),
         "lora_dropout": settings.dropout,
         "use_rslora": settings.rslora,
         "use_dora": settings.dora,
