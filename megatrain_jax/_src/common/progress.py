@@ -38,6 +38,19 @@ def phase_lines() -> Iterator[None]:
         _ALWAYS.reset(before)
 
 
+def tell(text: str, progress: bool) -> None:
+    """Prints a line about a run.
+
+    Args:
+        text: The line.
+        progress: Whether the user wants to see the progress of this call.
+    """
+    if _ALWAYS.get():
+        print(text, flush=True)
+    elif progress:
+        tqdm.write(text, file=sys.stderr)
+
+
 def tell_phase(text: str, progress: bool) -> None:
     """Prints a line at the beginning of a phase that may take minutes, unless a bar shows it.
 
@@ -45,10 +58,8 @@ def tell_phase(text: str, progress: bool) -> None:
         text: The phase.
         progress: Whether the user wants to see the progress of this call.
     """
-    if _ALWAYS.get():
-        print(text, flush=True)
-    elif progress and not sys.stderr.isatty() and "ipykernel" not in sys.modules:
-        tqdm.write(text, file=sys.stderr)
+    if _ALWAYS.get() or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+        tell(text, progress)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.progress import tell_phase, tqdm
+from megatrain_jax._src.common.progress import tell, tell_phase, tqdm
 from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.adapt.adapters import adapt, needs_batch, unbound
@@ -598,9 +598,10 @@ def prepare(
     spec, placement = local_run_spec(
         adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu
     )
-    for line in filter(None, (products_line(spec), spec.state_choice)):
-        if progress:
-            tqdm.write(line, file=sys.stderr)
+    if progress and (line := products_line(spec)):
+        tqdm.write(line, file=sys.stderr)
+    if spec.state_choice:
+        tell(spec.state_choice, progress)
     if placement.processes.is_first and not needs_batch(model) and (text := unused_seed(spec)):
         warn_user(text)
     if params is not None:

@@ -45,7 +45,9 @@ DIVISIBLE = [
     pair for pair in PAIRS if CASES[pair[0]].microbatches and pair[0] not in NOISY and pair != DRAWN
 ]
 COPIED = [DRAWN, random.Random(2).choice(DIVISIBLE)]
-REST = [pair for pair in PAIRS if pair not in SAMPLE]
+# Plain fp32 is up to 3e-6 from float64 after three steps of this model, and 1e-6 after one.
+AMPLIFYING = next(pair for pair in PAIRS if pair[0] == "nnx_scan")
+REST = [pair for pair in PAIRS if pair not in (*SAMPLE, AMPLIFYING)]
 
 
 def in_both(
@@ -190,9 +192,10 @@ def test_each_process_gets_the_rows_of_its_own_batches(both):
 @pytest.mark.long
 def test_two_processes_agree_with_plain_jax_on_all_pairs(tmp_path):
     copied = [pair for pair in DIVISIBLE if pair not in COPIED]
-    rest = started(tmp_path, ["equivalence", _named(REST)], ["per_process", _named(copied)])
-    assert (rest.results["equivalence"], rest.statuses) == ([{}, {}], [0, 0]), rest.printed
-    assert rest.results["per_process"] == [{}, {}]
+    calls = {"equivalence": REST, "first_step": [AMPLIFYING], "per_process": copied}
+    rest = started(tmp_path, *([name, _named(pairs)] for name, pairs in calls.items()))
+    assert rest.results == {name: [{}, {}] for name in calls}, rest.printed
+    assert rest.statuses == [0, 0]
 
 
 ALONE = "a disk of this process alone"

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -14,14 +15,17 @@ from jax.sharding import Mesh
 
 import megatrain_jax as mt
 from boards import FakeBoard, processes_of
-from megatrain_jax._src.engine import start
+from megatrain_jax._src.common.progress import phase_lines
+from megatrain_jax._src.engine import start, trainer
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.state import network
 from megatrain_jax._src.engine.state.placement import _ACROSS, _AXIS, Placement, placed_on
 from messages import tells
+from optimizers import OPTIMIZERS
 from quantities import quantities
+from runs import make_trainer
 from zoo import CASES
 
 WIDTH, DEPTH, ROWS = 4096, 4, 64
@@ -150,6 +154,22 @@ def test_a_run_measures_the_network_and_takes_the_faster_way(rate, is_copied, mo
     # What is measured decides about nothing else, so that later runs compute the same bits.
     assert machine.network_bytes_per_s == math.inf
     assert tells(spec.state_choice, f"{rate / 1e9:.3g}")
+
+
+@pytest.mark.parametrize("in_command", [False, True])
+def test_the_choice_is_told_once(in_command, monkeypatch, capsys):
+    def made(*args: Any) -> tuple[RunSpec, Placement]:
+        spec, placement = start.local_run_spec(*args)
+        return dataclasses.replace(spec, state_choice="shared, for a reason"), placement
+
+    monkeypatch.setattr(trainer, "local_run_spec", made)
+    with phase_lines() if in_command else nullcontext():
+        make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], progress=not in_command)
+    printed = capsys.readouterr()
+    told = printed.out if in_command else printed.err
+    assert told.count("shared, for a reason") == 1
+    make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], progress=False)
+    assert not any(capsys.readouterr())
 
 
 def with_value(where: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
