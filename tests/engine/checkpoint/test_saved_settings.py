@@ -464,3 +464,6 @@ def test_settings_are_compared_by_name_and_free_ones_are_not():
     ((name, said),) = changes(before, now, {"b"}).items()
     assert name == "a" and tells(said, "a", 1, 2)
     assert changes({}, now) == {}
+    # A mapping is no fingerprint, of which only parts are told.
+    found = changes({"a": {"form": 1}}, {"a": {"form": 1, "numbers": [7]}})
+    assert tells(found["a"], "a", "form", 1, 7)

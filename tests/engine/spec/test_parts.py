@@ -1,6 +1,7 @@
 """Blocks cut into parts where one as a whole doesn't fit: by need only, and as exact as ever."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,17 @@ from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.options.precision import Precision
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.loss.block_parts import NUMBERS_OF_PARTS, largest_block
+from megatrain_jax._src.engine.program.layers.blocks import Leaf
+from megatrain_jax._src.engine.program.layers.sliced_values import Range
+from megatrain_jax._src.engine.program.loss.block_parts import (
+    NUMBERS_OF_PARTS,
+    in_groups,
+    largest_block,
+)
 from megatrain_jax._src.engine.report.make_plan import check_device, make_plan
 from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
-from megatrain_jax._src.engine.spec.block_splits import BLOCK_SPLITS, BlockSplit
+from megatrain_jax._src.engine.spec.block_splits import BLOCK_SPLITS, BlockSplit, finer_splits
 from megatrain_jax._src.engine.spec.budget import (
     _cut_in,
     fit_to_machine,
@@ -104,6 +111,37 @@ def test_training_in_parts_agrees_with_plain_jax(name, optimizer, options):
     run, plain = train(trainer, batches, gradients=False), train_plain(case, make, batches)
     check_close(run.params, plain.params, 2e-5, "parameter")
     np.testing.assert_allclose(run.losses, plain.losses, rtol=2e-6)
+
+
+def leaf(name, *shape, parameter=0, index=()):
+    path = ("layers", "0", *name.split("/"))
+    return Leaf(
+        path=path, parameter=parameter, index=index, shape=shape, dtype="float32", block=path[:2]
+    )
+
+
+def test_experts_are_divided_where_there_are_some_and_in_more_groups_where_that_helps():
+    halves, quarters = (way for way in BLOCK_SPLITS if way.num_groups in (2, 4))
+    experts, divided = [leaf("up", 8, 4, 4)], [leaf("up", 4, 4, 4, index=(Range(0, 4),))]
+    two, more = BlockSplit(2), [BlockSplit(3), BlockSplit(4)]
+    for leaves, smaller, expected in (
+        (experts, True, [*more, halves, quarters]),
+        (experts, False, [more[0], halves, quarters]),
+        ([leaf("up", 8, 4)], True, more),
+    ):
+        assert [*finer_splits(two, [*more, halves, quarters], leaves, smaller)] == expected
+    assert finer_splits(halves, [quarters], divided, True) == (quarters,)
+    assert finer_splits(halves, [quarters], divided, False) == ()
+
+
+def test_biases_of_experts_are_divided_with_them_and_small_matrices_beside_are_not():
+    shapes = {"experts/up": (8, 16, 16), "experts/lora": (8, 2, 16), "experts/bias": (8, 16)}
+    shapes |= {"router/weight": (8, 16), "experts/scale": (16, 16), "experts/each": (8,)}
+    leaves = [leaf(name, *shape, parameter=n) for n, (name, shape) in enumerate(shapes.items())]
+    apart: Any = SimpleNamespace(stages=[])  # no equation reads several groups
+    found = in_groups(leaves, 2, lambda _: apart)
+    sizes = Counter((x.parameter, x.shape[0]) for x in found)
+    assert sizes == {(0, 4): 2, (1, 4): 2, (2, 4): 2, (3, 8): 1, (4, 16): 1, (5, 8): 1}
 
 
 def test_blocks_are_whole_where_they_fit_and_in_the_fewest_parts_where_not():
