@@ -139,8 +139,9 @@ def test_names_with_a_number_inside_are_cut_at_the_number():
     shapes = {
         f"block_{k}_{part}": {"up": (64, 96), "down": (96, 64)} for k in range(3) for part in parts
     }
-    # One matrix with its bias is no block.
-    shapes |= {f"dense_{k}_{name}": {"w": shape} for k in range(2) for name, shape in DENSE.items()}
+    # One matrix with its bias is no block, if the bias is a row, too.
+    dense = DENSE | {"bias": (1, *DENSE["bias"])}
+    shapes |= {f"dense_{k}_{name}": {"w": shape} for k in range(2) for name, shape in dense.items()}
 
     def forward(p, batch):
         x = batch["x"].astype(jnp.bfloat16)

@@ -269,6 +269,21 @@ def test_a_primitive_that_the_table_lacks_would_be_found(monkeypatch):
         assert found is not None and is_elementwise(*found)
 
 
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_what_makes_numbers_or_keys_draws(is_typed):
+    key = jax.random.key(0) if is_typed else jax.random.PRNGKey(0)
+    for function, expected in (
+        (jax.random.split, True),
+        (lambda key: jax.random.fold_in(key, 1), True),
+        (jax.random.bits, True),
+        (jax.random.normal, True),
+        (lambda key: key.reshape(1, *key.shape), False),
+    ):
+        jaxpr = jax.make_jaxpr(function)(key)
+        found = [jx.contains(e, lambda e: primitives.draws(e.primitive.name)) for e in jaxpr.eqns]
+        assert any(found) == expected
+
+
 def test_every_name_of_the_table_is_one_of_jax():
     known = primitives.ELEMENTWISE | ALONG_AXES | primitives.LAYOUT | primitives.PRODUCTS
     assert {n for n in known - PRIMITIVES.keys() if not hasattr(jax.lax, n)} <= NEWER

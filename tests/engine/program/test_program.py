@@ -45,6 +45,25 @@ def test_a_remat_is_opened_only_for_borders_within_it():
     assert [not REMAT.isdisjoint(found) for found in names] == [True, False, True, False]
 
 
+@pytest.mark.parametrize("names", [("one/w", "two/w"), ("one/v", "one/w")])
+def test_a_remat_over_modules_outside_blocks_is_opened(names):
+    """All are in the module of a wrapper, which says nothing."""
+    params = {"model": {m: {name: jnp.ones((4, 4)) for name in "vw"} for m in ("one", "two")}}
+
+    def loss_fn(params, batch):
+        def twice(x, *weights):
+            return jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1])
+
+        read = [params["model"][name[:3]][name[4:]] for name in names]
+        return jax.checkpoint(twice)(batch["x"], *read).sum()
+
+    batch = {"x": jnp.ones((2, 4))}
+    case = Case(name="remat", build=lambda: params, loss_fn=loss_fn, blocks=0, templates=None)
+    _, program = cut_case(replace(case, batch=lambda seed: batch))
+    found = {e.primitive.name for stage in program.stages for e in stage.jaxpr.eqns}
+    assert REMAT.isdisjoint(found) == (names[0][:3] != names[1][:3])
+
+
 # Every third by default, since test_equivalence trains all of them.
 @pytest.mark.by_default("batchnorm_nnx", "mid_rest")
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import megatrain_jax as mt
 from inside import on_one_device
+from megatrain_jax._src.engine.program.tiling.flow import flow_of, peak_bytes
 from megatrain_jax._src.engine.program.tiling.tiled import tile_counts, tiled
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from optimizers import OPTIMIZERS
@@ -43,6 +44,23 @@ def arguments(jaxpr, seed=0):
         return jnp.asarray(rng.integers(0, 2 if aval.dtype == bool else 8, aval.shape), aval.dtype)
 
     return [argument(aval) for aval in jaxpr.in_avals]
+
+
+@pytest.mark.parametrize(
+    ("function", "kept"),
+    [
+        (lambda x: jnp.tanh(jnp.exp(x)).sum(), 0),  # fused into its only reader
+        (lambda x: jnp.exp(x) @ x, 1),  # which a product is not
+        (lambda x: jnp.exp(x) @ jnp.tanh(x), 2),
+        (lambda x: (jnp.exp(x).sum(), jnp.exp(x).max()), 0),
+        (lambda x: (lambda y: (y.sum(), jnp.tanh(y).max()))(jnp.exp(x)), 1),
+        (lambda x: (x @ x) @ x, 1),
+        (lambda x: ((x @ x) @ x) @ x, 2),  # operand and result
+    ],
+)
+def test_what_its_only_reader_takes_in_is_not_kept(function, kept):
+    flow = flow_of(jax.make_jaxpr(function)(jnp.ones((8, 8))))
+    assert peak_bytes(flow, flow.ops, 1) == kept * 8 * 8 * 4
 
 
 @pytest.mark.by_default("batchnorm_nnx-counts1")
