@@ -73,9 +73,12 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "repos/create":
             about = json.loads(body)
             name = f"{about['organization']}/{about['name']}"
-            self.served.made.setdefault(name, about["visibility"] == "private")
-            self.served.repositories.setdefault(f"models/{name}", {})
-            self._answer_json({"url": f"{self.served.endpoint}/{name}", "name": name})
+            is_there = f"models/{name}" in self.served.repositories
+            if not is_there:
+                self.served.made[name] = about["visibility"] == "private"
+                self.served.repositories[f"models/{name}"] = {}
+            answer = {"url": f"{self.served.endpoint}/{name}", "name": name}
+            self._answer_json(answer, status=409 if is_there else 200)
         elif not self.served.accepts:
             self._fail(403, "GatedRepo")
         elif "/preupload/" in path:
@@ -95,11 +98,11 @@ class _Handler(BaseHTTPRequestHandler):
         place = place if place.startswith(("models/", "datasets/")) else f"models/{place}"
         return self.served.repositories.get(place)
 
-    def _answer_json(self, values: Any) -> None:
-        self._answer(json.dumps(values).encode())
+    def _answer_json(self, values: Any, status: int = 200) -> None:
+        self._answer(json.dumps(values).encode(), status)
 
-    def _answer(self, content: bytes) -> None:
-        self.send_response(200)
+    def _answer(self, content: bytes, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.send_header("ETag", f'"{_hash(content)}"')

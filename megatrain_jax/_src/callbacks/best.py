@@ -116,7 +116,7 @@ class _Best:
         value = float(record[self.metric])
         # With the sign, less is always better.
         best = math.inf if self.value is None else self._sign * self.value
-        if math.isfinite(value) and (self.value is None or self._sign * value < best - self._delta):
+        if math.isfinite(value) and self._sign * value < best - self._delta:
             self.value, self.step, self.since = value, record["step"], 0
             return True
         # A value that is not finite is not better, but counts.

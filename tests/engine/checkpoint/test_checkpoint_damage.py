@@ -86,10 +86,9 @@ def stacked(master=jnp.float32, state=jnp.float32) -> mt.Trainer:
 
 
 # The forms of masters and optimizer state that a checkpoint was written in, and is read into.
-PLAIN, NARROW = (jnp.float32, jnp.float32), (jnp.bfloat16, jnp.int8)
+PLAIN, NARROW = (jnp.float32, jnp.float32), (jnp.bfloat16, "int4")
 
 
-@pytest.mark.by_default("the same form", "numbers as codes")
 @pytest.mark.filterwarnings("ignore:.* they were converted:UserWarning")
 @pytest.mark.parametrize(
     ("there", "here"),

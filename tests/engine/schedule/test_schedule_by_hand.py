@@ -12,6 +12,7 @@ from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.search import find_schedule
 from megatrain_jax._src.engine.schedule.tasks import _seconds
 from megatrain_jax._src.engine.schedule.transient_host_bytes import in_flight_bytes
+from megatrain_jax._src.engine.schedule.workload import Workload
 from schedule_machine import run_everything
 from workloads import LISTS, all_resident_bytes, chain, computing, spell
 
@@ -202,6 +203,17 @@ def test_activations_wait_in_the_host_for_their_backward(deferred):
     evaluation = spell(find_schedule(workload, None).evaluation)
     assert not any(word.split()[-1].startswith("A") for word in evaluation)
     run_everything(workload, find_schedule(workload, None))
+
+
+@pytest.mark.parametrize(
+    ("frozen", "backward", "expected"),
+    [({}, (True, True), True), ({0}, (True, True), False), ({}, (True, False), False)],
+)
+def test_a_sum_is_shared_by_stages_with_gradients_of_one_group(frozen, backward, expected):
+    for stages in (((0, 0), (1, 0)), ((0, 0), (1,))):
+        workload: Any = SimpleNamespace(stages=stages, backward=backward, frozen=frozen)
+        shared = Workload.has_shared_sums.fget(workload)  # type: ignore[attr-defined]
+        assert shared == (expected and stages[1] == (1, 0))
 
 
 def test_parts_without_bytes_never_move():

@@ -151,6 +151,7 @@ def test_functions_are_found_beside_their_file_and_in_the_current_folder(
         (("--reward-funcs", "a:b"), "`--rewards`"),
         (("--microbatches", 3), "microbatches 8 completions"),
         (("--export-as", "adapter"), "adapters `lora_rank`"),
+        (("--lora-rank", 2, "--trainable", "norm"), "`trainable` `lora_rank`"),
         (("--num-generations", 1), "`num_generations` 2 1"),
         (("--reward-weights", "[1.0]"), "1 weights 2"),
         (("--optimizer", "sgd", "--b1", 0.5), "`b1`=0.5 `optimizer`=adamw, lion"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,14 @@ from flax import nnx
 
 import megatrain_jax as mt
 from chats import tokenizer
-from megatrain_jax import models
+from megatrain_jax import data, models
 from megatrain_jax._src.lm.cli import grpo_command, reference, training_recipe
-from megatrain_jax._src.lm.cli.finetune import chat_template, check_new_rows, with_template
+from megatrain_jax._src.lm.cli.finetune import (
+    chat_template,
+    check_new_rows,
+    shapes,
+    with_template,
+)
 from megatrain_jax._src.lm.cli.finetune_settings import OBJECTIVE_KINDS, FinetuneSettings
 from megatrain_jax._src.lm.cli.grpo_settings import GrpoSettings
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
@@ -34,6 +40,40 @@ def test_the_best_checkpoint_of_a_run_that_goes_on_stays(tmp_path):
     (folder.checkpoints / "4").rmdir()
     folder.begin(settings)
     assert not folder.best.exists()
+
+
+def test_shapes_of_a_plan_are_those_of_batches_but_for_the_number_of_answers():
+    prompt = [{"role": "user", "content": "the cat"}]
+    said = [{"role": "assistant", "content": text} for text in ("sat", "rain")]
+    options: Any = {"length": 96, "batch_size": 3, "progress": False}
+    pair: Any = {"prompt": prompt, "chosen": said[:1], "rejected": said[1:]}
+    single = [{"prompt": prompt, "completion": [text], "label": text is said[0]} for text in said]
+    for objective, read, rows in (
+        ("sft", data.chat, [{"messages": [*prompt, said[0]]}]),
+        ("dpo", data.preferences, [pair]),
+        ("kto", data.unpaired, single),
+        ("reward", partial(data.preferences, margins=True), [pair | {"margin": 0.5}]),
+    ):
+        settings = FinetuneSettings(
+            **GIVEN,
+            objective=objective,
+            length=96,
+            batch=3,
+            lora_rank=2 if objective != "reward" else None,
+        )
+        (batch,) = read(rows, tokenizer(), **options)
+        found = shapes(settings)
+        assert found.keys() == batch.keys()
+        for name, array in batch.items():
+            assert found[name].dtype == array.dtype, name
+            assert len(found[name].shape) == array.ndim and found[name].shape[0] == 3, name
+
+
+def test_adapters_are_exported_unless_told_otherwise():
+    given = GIVEN | {"rewards": "r.py:f", "steps": 1}
+    for options, exported in (({}, ["model"]), ({"lora_rank": 2}, ["adapter"])):
+        assert [*GrpoSettings(**given, **options).exports] == exported
+        assert [*FinetuneSettings(**GIVEN, **options).exports] == exported
 
 
 def test_a_run_is_done_when_all_is_exported(tmp_path):

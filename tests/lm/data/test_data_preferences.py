@@ -77,6 +77,16 @@ def test_whole_conversations_are_learned_from_where_they_differ():
     for prompt in prompts:
         dataset = load([{**row, "prompt": prompt, "score": 3}])
         assert found(dataset) == [expected] and dataset.summary.ignored == {"score": 1}
+    # What a conversation doesn't learn stays so after its beginning.
+    unlearned = {**answer("unlearned"), "weight": 0}
+    row = {
+        name: [*rest[:1], unlearned, {"role": "user", "content": "go on"}, answer(said)]
+        for name, said in (("chosen", "sat"), ("rejected", "x"))
+    }
+    row["chosen"][1] = unlearned | {"content": "here"}
+    for batch in load([row]):
+        said = [tokenizer().decode(batch["labels"][r][m]) for r, m in enumerate(batch["mask"])]
+        assert "sat" in "".join(said) and "here" not in "".join(said)
     torn = [{"role": "user", "content": text} for text in ("a", "b")]
     row = {"prompt": torn, "chosen": [*torn, answer("x")], "rejected": [*torn, answer("y")]}
     joined = [{"role": "user", "content": "a\nb"}]

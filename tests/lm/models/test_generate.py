@@ -66,6 +66,25 @@ def ids_of(found: list[models.Completion]) -> list[list[int]]:
 # Greedy text, and its probabilities
 
 
+def test_sizes_of_caches_grow_by_a_third_and_a_half():
+    sizes = sorted({generate_module.bucket(number) for number in range(1, 400)})
+    assert sizes == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+    assert all(generate_module.bucket(size) == size for size in sizes)
+
+
+@pytest.mark.parametrize("largest", [-200.0, 0.0, 200.0])
+def test_sinks_of_any_size_take_their_part(largest):
+    rng = np.random.default_rng(0)
+    scores, sinks = rng.normal(size=(2, 3, 5)), largest + rng.normal(size=(2, 3))
+    seen = rng.random((2, 3, 5)) < 0.7
+    given = [jnp.asarray(x, jnp.float32) for x in (scores, sinks)]
+    found = caches._softmax(given[0], jnp.asarray(seen), given[1])
+    highest = np.maximum(np.where(seen, scores, -np.inf).max(-1), sinks)[..., None]
+    weights = np.where(seen, np.exp(scores - highest), 0)
+    expected = weights / (weights.sum(-1, keepdims=True) + np.exp(sinks[..., None] - highest))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 @pytest.mark.exhaustive
 def test_text_and_probabilities_are_those_of_whole_forwards(model: models.Decoder):
     found = models.generate(model, PROMPTS, max_tokens=40, max_batch=3)

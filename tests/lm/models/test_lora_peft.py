@@ -139,8 +139,10 @@ def test_training_goes_on_from_adapters_of_peft(saved, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     found = check_files(tmp_path / "ours", tmp_path / "theirs")
     assert len(found) == 10 + len(saved or ())
+    settings = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    targets = {"q_proj", "up_proj", "model.layers.1.mlp.down_proj"}
+    assert set(settings["target_modules"]) == targets
     if saved is not None:
-        settings = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
         assert {name.removeprefix("model.") for name in settings["modules_to_save"]} == {
             name.removeprefix("model.") for name in saved
         }

@@ -276,15 +276,70 @@ def test_each_field_that_is_left_out_is_what_transformers_takes_for_it(family):
     check_fields_left_out(full, {"intermediate_size", *sizes})
 
 
-@pytest.mark.parametrize("name", DENSE | EXPERTS | MIXERS)
-@pytest.mark.filterwarnings("ignore")
-def test_a_field_that_is_left_out_has_its_default_beside_others_that_have_not(name):
+def full_config(name):
+    """A configuration with options at values besides their defaults, as Transformers writes it."""
     transformers = pytest.importorskip("transformers")
     family, options, _ = (DENSE | EXPERTS | MIXERS)[name]
     sizes = SIZES | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"max_position_embeddings": 64, "tie_word_embeddings": False}
-    full = getattr(transformers, f"{family}Config")(**sizes | options).to_dict()
-    check_fields_left_out(full, set())
+    return getattr(transformers, f"{family}Config")(**sizes | options).to_dict()
+
+
+@pytest.mark.parametrize("name", DENSE | EXPERTS | MIXERS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_field_that_is_left_out_has_its_default_beside_others_that_have_not(name):
+    check_fields_left_out(full_config(name), set())
+
+
+# Numbers and flags that change nothing in training: of generation, of files, of other kernels, and
+# those that another field overrules.
+_UNREAD = """
+bos_token_id eos_token_id pad_token_id eod_token_id output_attentions output_hidden_states
+output_router_logits return_dict use_cache chunk_size_feed_forward max_position_embeddings
+num_logits_to_keep num_nextn_predict_layers pretraining_tp max_window_layers mamba_chunk_size
+sliding_window_pattern _sliding_window_pattern no_rope_layer_interval qk_head_dim rotary_dim
+"""
+_UNREAD_BY = {
+    "gemma3n": "altup_coef_clip",
+    "lfm2": "block_auto_adjust_ff_dim intermediate_size",
+    "nemotron-h": "chunk_size expand mamba_proj_bias moe_shared_expert_overlap n_shared_experts "
+    "rescale_prenorm_residual time_step_floor time_step_max use_mamba_kernels",
+    "olmo-hybrid": "linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max "
+    "linear_dt_min",
+    "deepseek-v2": "head_dim",
+    "deepseek-v3": "head_dim",
+    "deepseek-v3-plain": "first_k_dense_replace head_dim moe_intermediate_size n_routed_experts "
+    "n_shared_experts norm_topk_prob num_experts_per_tok",
+    "exaone-moe": "first_k_dense_replace",
+    "afmoe": "global_attn_every_n_layers",
+    "llama4": "interleave_moe_layer_step router_aux_loss_coef",
+    "granite4-dense": "intermediate_size num_experts_per_tok router_aux_loss_coef",
+    "falcon-h1": "mamba_expand",
+    "falcon-h1-plain": "mamba_expand",
+    "ernie4.5-moe": "moe_layer_end_index",
+    "mixtral": "router_aux_loss_coef",
+    "qwen2-moe": "decoder_sparse_step sliding_window use_sliding_window",
+    "qwen3-moe": "use_sliding_window",
+    "qwen3-moe-mixed": "decoder_sparse_step use_sliding_window",
+    "smollm3": "use_sliding_window",
+}
+
+
+@pytest.mark.parametrize("name", DENSE | EXPERTS | MIXERS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_field_with_another_value_changes_the_model_or_is_refused(name):
+    full, unread = full_config(name), {*_UNREAD.split(), *_UNREAD_BY.get(name, "").split()}
+    config = DecoderConfig.from_hf(full)
+    ignored = set()
+    for field, value in full.items():
+        if isinstance(value, int | float):
+            other = not value if isinstance(value, bool) else 2 * value + 3
+            try:
+                found = DecoderConfig.from_hf(full | {field: other})
+            except (TypeError, ValueError):
+                continue
+            ignored |= {field} if found == config else set()
+    assert ignored <= unread
 
 
 @pytest.mark.filterwarnings("ignore")

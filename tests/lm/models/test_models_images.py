@@ -487,6 +487,7 @@ def test_a_tower_has_the_defaults_of_transformers():
     from transformers import SiglipVisionConfig
 
     found = vars(read_siglip(Fields({})))
+    assert vars(read_siglip(Fields({"vision_use_head": True}))) == found
     theirs = SiglipVisionConfig().to_dict()
     names = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
     names |= {"num_channels": "channels", "layer_norm_eps": "norm_eps"}

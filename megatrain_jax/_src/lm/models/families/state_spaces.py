@@ -374,7 +374,7 @@ def _falcon_h1(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     inside = fields.integer("mamba_d_ssm", 1024, null=True)
     expand = fields.integer("mamba_expand", 2)
     options = FalconOptions(
-        layers=tuple(range(sizes["num_layers"])),
+        layers=(),  # no layer is one of state space alone
         out_bias=fields.flag("projectors_bias", False),
         normed=fields.flag("mamba_rms_norm", False),
         norm_first=fields.flag("mamba_norm_before_gate", True),
