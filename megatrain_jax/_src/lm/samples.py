@@ -14,7 +14,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.lm.common.prompts import (
     check_prompts,
-    prompt_ids,
+    ids_and_images,
     shown_answer,
     shown_prompt,
 )
@@ -111,7 +111,8 @@ class Samples(Callback):
 
         Args:
             prompts: The prompts, each a text, a list of messages (dicts with "role" and "content"),
-                rendered as a question in the tokenizer's own chat template, or token ids.
+                rendered as a question in the tokenizer's own chat template, or token ids; for a
+                `models.Decoder` also the mappings of `data.image_prompts`.
             tokenizer: A Transformers tokenizer, or any object with `encode(text)` and
                 `decode(ids)`; None if prompts are ids, which are then shown as numbers.
             logits: Function ``(model, batch)`` that returns the logits of ``batch["tokens"]``
@@ -141,8 +142,16 @@ class Samples(Callback):
             raise TypeError(checks.refused("temperatures", "a sequence of numbers", temperatures))
         self._tokenizer = tokenizer
         rates = [checks.number("temperatures", x, least=0) for x in temperatures]
-        ids = [(shown_prompt(p, tokenizer), prompt_ids(p, tokenizer)) for p in prompts]
-        self._rows = [(text, row, rate) for text, row in ids for rate in rates]
+        opened = [
+            (shown_prompt(prompt, tokenizer), *ids_and_images(prompt, tokenizer))
+            for prompt in prompts
+        ]
+        if logits is not None and any(images for *_, images in opened):
+            raise ValueError("`prompts` have images, which `logits` doesn't get: leave it out")
+        given: list[tuple[str, Any]] = [
+            (text, {"tokens": ids, **images} if images else ids) for text, ids, images in opened
+        ]
+        self._rows = [(text, row, rate) for text, row in given for rate in rates]
         if not self._rows:
             empty = "temperatures" if prompts else "prompts"
             raise ValueError(f"`{empty}` must not be empty")

@@ -73,6 +73,27 @@ def test_tokens_and_pixels_are_those_of_transformers(row, kind):
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3-vl"])
+def test_prompts_are_those_of_transformers(kind, tmp_path):
+    processor = make_processor(kind)
+    picture(1, 50, 9).save(tmp_path / "one.png")
+    asked = [row["messages"][:1] for row in ROWS]
+    in_a_file = conversation(["this ", *own("one.png", picture(2, 7, 8)), " and"])["messages"][:1]
+    same = conversation(["this ", *own(picture(1, 50, 9), picture(2, 7, 8)), " and"])
+    found = data.image_prompts([*asked, in_a_file], processor, folder=tmp_path)
+    for prompt, messages in zip(found, [*asked, same["messages"][:1]], strict=True):
+        options = {"tokenize": True, "return_dict": True, "return_tensors": "np"}
+        wanted = processor.apply_chat_template(messages, add_generation_prompt=True, **options)
+        assert prompt.keys() == (wanted.keys() & {"pixel_values", "image_grid_thw"}) | {"tokens"}
+        assert prompt["tokens"].tolist() == wanted["input_ids"][0].tolist()
+        for name in prompt.keys() - {"tokens"}:
+            np.testing.assert_array_equal(prompt[name], wanted[name])
+    with refuses(ValueError, "conversations[1]", "two.png"):
+        data.image_prompts([asked[0], conversation(own("two.png"))["messages"][:1]], processor)
+    with refuses(TypeError, "conversations", "list of such lists"):
+        data.image_prompts(asked[0], processor)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3-vl"])
 @pytest.mark.parametrize("marked", [False, True])
 def test_answers_between_images_are_learned(marked, kind):
     processor = make_processor(kind)

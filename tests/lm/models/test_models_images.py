@@ -15,10 +15,12 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import megatrain_jax as mt
-from megatrain_jax import models
+from megatrain_jax import callbacks, models
 from megatrain_jax._src.lm.models.causal_attention import ImageRows, full_attention
 from megatrain_jax._src.lm.models.families.gemma import read_siglip
 from megatrain_jax._src.lm.models.families.qwen_vision import QwenVisionConfig
+from megatrain_jax._src.lm.models.generation.generation_memory import GenerationMemory
+from megatrain_jax._src.lm.models.generation.weight_source import open_source
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.pretrained import leaves, parameter_tensors
 from megatrain_jax._src.lm.models.rotary import Rope
@@ -32,6 +34,7 @@ from tiny_images import (  # noqa: E402
     IMAGE,
     KINDS,
     MOST,
+    VECTORS,
     batch,
     checkpoint,
     inputs,
@@ -384,6 +387,69 @@ def test_texts_are_continued_as_without_a_vision_part(given):
     tokenizer = make_processor().tokenizer
     with refuses(ValueError, "`prompts`", "image", "text"):
         models.generate(both[0], [question], tokenizer=tokenizer)
+    prompt = {"tokens": [2, IMAGE, 6], "pixel_values": batch()["pixel_values"][0]}
+    with refuses(ValueError, "`prompts`", "pixel_values", "images=True"):
+        models.generate(both[1], [prompt])
+    with refuses(ValueError, "`prompts`", "placeholders"):
+        models.generate(both[0], [prompt])
+    with refuses(ValueError, "`prompts`", "ends in an image"):
+        models.generate(both[0], [{**prompt, "tokens": [2, *[IMAGE] * VECTORS]}])
+
+
+@pytest.mark.exhaustive
+def test_samples_answer_questions_with_images(given):
+    trainer, _ = trained(given[1], TEXT, 1)
+    tokenizer, pixels = make_processor().tokenizer, batch()["pixel_values"][0]
+    prompt = {"tokens": [2, *[IMAGE] * VECTORS, 11], "pixel_values": pixels[:1]}
+    (sample,) = callbacks.Samples([prompt], tokenizer, num_tokens=3, stop=[]).draw(trainer)
+    options: Any = {"tokenizer": tokenizer, "max_tokens": 3, "stop": []}
+    (one,) = models.generate(trainer, [prompt], **options)
+    assert sample["text"] == one.text
+    assert sample["prompt"] == tokenizer.decode([2, 11], skip_special_tokens=True)
+    with refuses(ValueError, "`prompts`", "images", "`logits`"):
+        callbacks.Samples([prompt], tokenizer, logits=lambda _, batch: batch["tokens"])
+
+
+def test_prompts_of_equal_tokens_have_their_own_images(given):
+    model, pixels = filled(given[1]), batch()["pixel_values"][0]
+    ids = [2, *[IMAGE] * VECTORS, 6]
+    prompts = [{"tokens": ids, "pixel_values": pixels[i : i + 1]} for i in (0, 1)]
+    both = models.generate(model, prompts, max_tokens=1)
+    alone = [models.generate(model, [prompt], max_tokens=1)[0] for prompt in prompts]
+    for one, other in zip(both, alone, strict=True):
+        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-6)
+    assert abs(alone[0].log_probs - alone[1].log_probs) > 1e-3
+
+
+@pytest.mark.by_default("qwen3-vl-streamed", "gemma3-resident")
+@pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_with_images_are_continued_as_by_transformers(
+    kind, streamed, tmp_path, monkeypatch
+):
+    """Rows with three images, none and one are written side by side, two samples of each."""
+    theirs, folder = checkpoint(tmp_path, kind)
+    model, arrays = filled(models.load_pretrained(folder, images=True)), batch(kind=kind)
+    prompts: list[Any] = []
+    for row, tokens in enumerate(arrays["tokens"]):
+        ids = tokens[: np.flatnonzero(tokens < IMAGE)[-1] + 1]
+        images = {name: array[row] for name, array in images_of(arrays).items()}
+        prompts.append({"tokens": ids, **images} if (ids == IMAGE).any() else ids)
+    options: Any = {"stop": [], "temperature": 4.0, "num_samples": 2, "max_batch": 3}
+    if streamed:  # whatever its size
+        form = GenerationMemory(open_source(model), None).choose(64, 3)._replace(resident=False)
+        monkeypatch.setattr(GenerationMemory, "choose", lambda *_: form)
+    found = models.generate(model, prompts, max_tokens=6, **options)
+    for one in found:
+        # A drawn placeholder is a word to us, and an image without pixels to them.
+        count = next((i for i, token in enumerate(one.ids) if token >= IMAGE), 5)
+        own = {name: np.asarray(x)[[one.prompt]] for name, x in images_of(arrays).items()}
+        own["tokens"] = np.concatenate([one.prompt_ids, one.ids[:count]])[None]
+        with torch.no_grad():
+            logits = theirs(**inputs(own)).logits[0].log_softmax(-1).numpy()
+        wanted = logits[len(one.prompt_ids) - 1 :][np.arange(count + 1), one.ids[: count + 1]]
+        np.testing.assert_allclose(one.log_probs[: count + 1], wanted, atol=1e-5)
+    assert sum(token < IMAGE for one in found for token in one.ids[:3]) > 9
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import check_text, naming
 
 _PROMPTS = "a sequence of prompts: texts, messages or token ids"
+# The arrays of a prompt that hold its images.
+_IMAGES = ("pixel_values", "image_grid_thw")
 _TOKENIZER = "anything with `encode` and `decode`, such as a tokenizer of Transformers"
 
 
@@ -63,6 +65,23 @@ def prompt_ids(prompt: Any, tokenizer: Any) -> list[int]:
     return rows
 
 
+def ids_and_images(prompt: Any, tokenizer: Any) -> tuple[list[int], dict[str, np.ndarray]]:
+    """Returns the token ids of a prompt, and the arrays of its images.
+
+    Args:
+        prompt: See `prompt_ids`; or a mapping with ids in `tokens`, and the arrays of images.
+        tokenizer: See `prompt_ids`.
+
+    Raises:
+        TypeError: See `prompt_ids`.
+        ValueError: See `prompt_ids`.
+    """
+    if not isinstance(prompt, Mapping) or "tokens" not in prompt:
+        return prompt_ids(prompt, tokenizer), {}
+    images = {name: np.asarray(prompt[name]) for name in _IMAGES if name in prompt}
+    return prompt_ids(np.asarray(prompt["tokens"]), None), images
+
+
 def _chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
     """The token ids of a chat, up to the beginning of the answer."""
     if not hasattr(tokenizer, "apply_chat_template"):
@@ -73,7 +92,9 @@ def _chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int
     kinds = {str(part.get("type")) for part in parts if isinstance(part, Mapping)}
     # A template would write a placeholder for them, and the model would read it as a word.
     if others := sorted(kinds & {"image", "image_url", "video", "audio"}):
-        raise ValueError(f"`prompts` have a part of the type {others[0]}: only text is supported")
+        hint = "; data.image_prompts reads images" if "image" in others[0] else ""
+        kind = f"a part of the type {others[0]}"
+        raise ValueError(f"`prompts` have {kind}: only text is supported{hint}")
     options = {"add_generation_prompt": True, "return_dict": True}
     try:
         return tokenizer.apply_chat_template(list(messages), **options)["input_ids"]
@@ -109,11 +130,16 @@ def check_template(what: str, template: str) -> None:
 
 
 def shown_prompt(prompt: Any, tokenizer: Any) -> str:
-    """Returns a prompt as a reader should see it: its text, or its last message."""
+    """Returns a prompt as a reader should see it: its text, or its last message.
+
+    One with images is shown without special tokens, as their placeholders are.
+    """
     if isinstance(prompt, str):
         return prompt
     if is_messages(prompt):
         return str(prompt[-1].get("content", ""))
+    if isinstance(prompt, Mapping) and "tokens" in prompt:
+        return shown_answer(ids_and_images(prompt, None)[0], tokenizer)
     ids = prompt_ids(prompt, tokenizer)
     return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
 

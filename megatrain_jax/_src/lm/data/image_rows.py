@@ -10,18 +10,27 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.data.documents import Document, noted, read_rows
 from megatrain_jax._src.lm.data.image_files import (
     ImageProcessor,
     ImageReference,
+    ImageRoom,
     to_reference,
 )
 from megatrain_jax._src.lm.data.report import InvalidRow, Report, to_fault
 from megatrain_jax._src.lm.data.row_formats import Conversation, to_conversation
 from megatrain_jax._src.lm.data.sources import Parts, Source, resolve
 from megatrain_jax._src.lm.data.template import Template
-from megatrain_jax._src.lm.data.turns import CONVERSATIONS, Message, TurnRules, opened_turns
+from megatrain_jax._src.lm.data.turns import (
+    CONVERSATIONS,
+    Message,
+    TurnRules,
+    opened_turns,
+    read_turns,
+)
 
 # Private-use characters of Unicode: the mark of an image, and the border of two texts. A mark gets
 # the number of the image's vectors, up to a border, once it is known.
@@ -58,6 +67,30 @@ def image_conversations(
         messages = [_counted(message, counts) for message in one.messages]
         one = one._replace(messages=messages)
         yield noted(Document(origin, (one,), images=references), report)
+
+
+def image_prompt(
+    messages: Sequence[Mapping[str, Any]],
+    processor: ImageProcessor,
+    template: "ImageTemplate",
+    folder: Path,
+    origin: str,
+) -> dict[str, np.ndarray]:
+    """Renders a question with images up to the beginning of its answer; see `image_prompts`.
+
+    Raises:
+        InvalidRow: If it can't be rendered, or an image can't be read.
+    """
+    row, given = replace_images({"messages": list(messages)})
+    turns = read_turns("messages", row["messages"])
+    check_places(Conversation(turns.messages, turns.learned, None, [], []), given)
+    images = [to_reference(image, folder, origin, processor, whole=True) for image in given]
+    counts = iter(images)
+    text = template.prompt([_counted(message, counts) for message in turns.messages])
+    ids = processor.tokenizer.encode(text, add_special_tokens=False)
+    room = ImageRoom(images=len(images), vectors=sum(image.vectors for image in images))
+    arrays = processor.arrays([images], room) if images else {}
+    return {"tokens": np.array(ids, np.int32)} | {name: x[0] for name, x in arrays.items()}
 
 
 def _counted(message: Message, images: Iterator[ImageReference]) -> Message:
@@ -158,6 +191,15 @@ class ImageTemplate(Template):
         """Finds the template; see `Template`."""
         super().__init__(processor.tokenizer, chat_template or processor.chat_template, variables)
         self._processor = processor
+
+    def prompt(self, messages: list[Message]) -> str:
+        """Returns the text of a question up to the beginning of the answer.
+
+        Raises:
+            InvalidRow: If the template refuses it, or doesn't show its images.
+            DataError: If the template is not valid Jinja.
+        """
+        return self._text(messages, None, prompt=True)[0]
 
     def _text(
         self,

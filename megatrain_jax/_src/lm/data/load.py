@@ -1,10 +1,11 @@
 """The calls that make a dataset: option checks, then the cache, or else a build."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -17,7 +18,11 @@ from megatrain_jax._src.lm.data.batches import DatasetOptions
 from megatrain_jax._src.lm.data.corpus import CorpusBuilder, WhenTooLong
 from megatrain_jax._src.lm.data.dataset import Dataset
 from megatrain_jax._src.lm.data.image_files import image_processor
-from megatrain_jax._src.lm.data.image_rows import ImageTemplate, image_conversations
+from megatrain_jax._src.lm.data.image_rows import (
+    ImageTemplate,
+    image_conversations,
+    image_prompt,
+)
 from megatrain_jax._src.lm.data.report import (
     AnswerLost,
     AssistantTextNotFound,
@@ -674,6 +679,54 @@ def image_chat(
             another kind.
     """
     return _conversations(locals(), image_conversations)
+
+
+def image_prompts(
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
+    processor: Any,
+    *,
+    folder: str | PathLike[str] = ".",
+    chat_template: str | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+) -> list[dict[str, np.ndarray]]:
+    """Renders questions with images, for `models.generate`.
+
+    Args:
+        conversations: For each prompt, a list of messages up to the question, with images as in
+            `image_chat`.
+        processor: See `image_chat`.
+        folder: Where relative paths of images begin.
+        chat_template: See `chat`.
+        template_variables: See `chat`.
+
+    Returns:
+        For each prompt, its ids in `tokens`, int32 (length,), and the arrays of its images as in
+        a row of `image_chat`.
+
+    Raises:
+        DataError: If there is no chat template, or it is not valid Jinja.
+        FileNotFoundError: If there is no such checkpoint.
+        TypeError: If an argument has a wrong type.
+        ValueError: If a prompt can't be rendered, an image can't be read, or the processor can't be
+            loaded or is of another kind.
+    """
+    if isinstance(conversations, str | Mapping) or not isinstance(conversations, Sequence):
+        raise TypeError(
+            checks.refused("conversations", "a list of lists of messages", conversations)
+        )
+    images = image_processor(processor)
+    template = ImageTemplate(images, chat_template, template_variables)
+    found = []
+    for number, messages in enumerate(conversations):
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            hint = "messages are one prompt: pass a list of such lists"
+            raise TypeError(checks.refused("conversations", "lists of messages", messages, hint))
+        origin = f"conversations[{number}]"
+        try:
+            found.append(image_prompt(messages, images, template, Path(folder), origin))
+        except InvalidRow as error:
+            raise ValueError(f"`{origin}`: {error}") from error
+    return found
 
 
 def prompts(

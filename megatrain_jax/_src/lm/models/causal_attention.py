@@ -403,6 +403,7 @@ def full_attention(
     return in_spans(q, k, v, segments, None, spans, piece, near, None, scale, images, ahead)
 
 
+@jax.tree_util.register_pytree_node_class
 class ImageRows(Past):
     """Rows of text and images: layers get it in place of `segments` in training.
 
@@ -425,6 +426,15 @@ class ImageRows(Past):
         """
         self.segments, self.images, self.most = segments, images, most
         self.kind = "ImageRows"
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], int]:
+        """Returns its arrays and the rest, for JAX."""
+        return (self.segments, self.images), self.most
+
+    @classmethod
+    def tree_unflatten(cls, most: int, arrays: tuple[Any, Any]) -> "ImageRows":
+        """Makes it anew, for JAX."""
+        return cls(*arrays, most)
 
     def positions(self, length: int) -> Integer[Array, "rows length"]:
         """Returns positions that count from 0 in every document."""

@@ -131,6 +131,14 @@ class VisionConfig(ABC):
             ValueError: If they haven't, or an array has another shape.
         """
 
+    def advance(self, images: Mapping[str, np.ndarray]) -> int:
+        """Returns how much further positions go on after a row's images than after so many tokens.
+
+        Args:
+            images: The row's arrays of images, by name, without the axis of rows.
+        """
+        return 0
+
     def as_in(self, names: frozenset[str]) -> "VisionConfig":
         """Returns the configuration for a checkpoint with tensors of these names."""
         return self

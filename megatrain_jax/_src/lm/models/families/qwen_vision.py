@@ -237,6 +237,11 @@ class QwenVisionConfig(VisionConfig):
         time = before - jnp.where(first, 0, longer)
         return jnp.stack([time, time + row, time + column], axis=-1)
 
+    def advance(self, images: Mapping[str, np.ndarray]) -> int:
+        """See `VisionConfig`: an image counts as many positions as its longer side has squares."""
+        sides = images["image_grid_thw"][:, 1:] // self.merge
+        return int((sides.max(axis=1) - sides.prod(axis=1)).sum())
+
     def tensor_name(self, path: tuple[str, ...]) -> str:
         """Returns the name of a parameter in the checkpoint."""
         names = _NAMES[self.older]
@@ -259,8 +264,9 @@ class QwenVisionConfig(VisionConfig):
         counts = (tokens == self.token).sum(axis=-1)
         if patches is None:
             sizes, room = np.zeros_like(counts), 0
-        elif isinstance(patches, np.ndarray) and isinstance(grids, np.ndarray):
+        elif isinstance(patches, np.ndarray):
             self._check_shapes(patches, grids, len(tokens), "batch['{}']")
+            grids = np.asarray(grids)
             self._check_grids(grids)
             sizes, room = grids.prod(axis=-1).sum(axis=-1) // self.merge**2, patches.shape[1]
         else:

@@ -75,16 +75,19 @@ class _CachingPast(Past):
 class PrefillPast(_CachingPast):
     """The past during prefill: prompts are read from their first token."""
 
-    def __init__(self, kind: str, lengths: Int[Array, " rows"], *, borrows: bool):
+    def __init__(
+        self, kind: str, lengths: Int[Array, " rows"], *, borrows: bool, images: Past | None = None
+    ):
         """Starts without a cache.
 
         Args:
             kind: The name of the layer's class.
             lengths: Number of tokens of each row; later ones are padding.
             borrows: Whether the layer uses another layer's keys and values.
+            images: What layers get in training for the images of the rows, if anything.
         """
         super().__init__(kind, borrows=borrows)
-        self._lengths = lengths
+        self._lengths, self._images = lengths, images
 
     def positions(self, length: int) -> Int[Array, "1 length"]:
         """See `Past`."""
@@ -97,7 +100,7 @@ class PrefillPast(_CachingPast):
             size = min(size, k.shape[1])
             keys, values = (jnp.swapaxes(self._last(x, size), 1, 2) for x in (k, v))
             self._keep(keys=keys, values=values)
-        return attention(q, k, v, **options)
+        return attention(q, k, v, **options, segments=self._images)
 
     def attend_latent(
         self, attention: Any, q: Array, q_rotated: Array, latent: Array, k_rotated: Array

@@ -21,6 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.lm.models.decoder_options import Placed
 from megatrain_jax._src.lm.models.generation.caches import (
     DecodePast,
     PrefillPast,
@@ -177,6 +178,7 @@ class TextRows(NamedTuple):
         stopped: Whether a token ended the text.
         prompts: Number of the prompt.
         samples: Number of the sample of this prompt.
+        advances: How much further positions of rotary embeddings go than `positions`, by images.
     """
 
     tokens: Int[Array, " rows"]
@@ -188,6 +190,7 @@ class TextRows(NamedTuple):
     stopped: Bool[Array, " rows"]
     prompts: Int[Array, " rows"]
     samples: Int[Array, " rows"]
+    advances: Int[Array, " rows"]
 
 
 def empty_rows(number: int) -> TextRows:
@@ -200,7 +203,9 @@ def empty_rows(number: int) -> TextRows:
 
 
 def rotations(
-    ropes: Iterable[Rope | None], positions: Int[Array, "rows length"], lengths: Int[Array, " rows"]
+    ropes: Iterable[Rope | None],
+    positions: Int[Array, "rows length *pairs"],
+    lengths: Int[Array, " rows"],
 ) -> dict[Rope | None, Rotation | None]:
     """Returns the rotary embedding of some positions, for each kind of layer.
 
@@ -225,12 +230,26 @@ def rotations(
 
 
 def begin(
-    form: ModelForm, ends: Any, tokens: Int[Array, "rows length"]
-) -> tuple[Float[Array, "rows length width"], list[Any]]:
-    """Returns the first layer's hidden states, and the values that layers pass on beside them."""
+    form: ModelForm,
+    ends: Any,
+    tokens: Int[Array, "rows length"],
+    positions: Int[Array, "rows length"],
+    images: dict[str, Array],
+) -> tuple[Placed, list[Any]]:
+    """Returns what the first layer reads, and the values that layers pass on beside it.
+
+    Args:
+        form: The model's form.
+        ends: The weights outside its layers.
+        tokens: The tokens.
+        positions: Their positions if there are no images.
+        images: The arrays of the rows' images; empty if there are none.
+    """
     model = nnx.merge(form.ends, ends)
-    x = model.embed(tokens)
-    return x, [] if model.config.memory is None else [model.memory(tokens, x)]
+    placed = Placed(model.embed(tokens), None, positions)
+    if images:
+        placed = model.config.vision.place(model, tokens, placed, images)
+    return placed, [] if model.config.memory is None else [model.memory(tokens, placed.x)]
 
 
 def finish(
@@ -248,11 +267,29 @@ def read_layer(
     turn: Rotation | None,
     handed: list[Any],
     lengths: Int[Array, " rows"],
+    images: Any,
+    added: Any,
 ) -> tuple[Array, list[Any], Any]:
-    """Passes prompts through a layer; returns its result, the values passed on, and its cache."""
-    past = PrefillPast(layer.kind, lengths, borrows=layer.borrows is not None)
+    """Passes prompts through a layer.
+
+    Args:
+        layer: The layer's form.
+        weights: Its weights.
+        x: The hidden states.
+        turn: The rotary embedding.
+        handed: The values that the layer before passed on.
+        lengths: Number of tokens of each row.
+        images: `segments` of `Placed`.
+        added: An array that is added to the result; None for nothing.
+
+    Returns:
+        The layer's result, the values passed on, and its cache.
+    """
+    borrows = layer.borrows is not None
+    past = PrefillPast(layer.kind, lengths, borrows=borrows, images=images)
     module = nnx.merge(layer.graph, weights)
     x, _, *handed = module(x, turn, past, *handed)
+    x = x if added is None else x + added
     needs_cache = layer.borrows is None and getattr(module, "mixes_tokens", True)
     if needs_cache and not jax.tree.leaves(past.kept):
         raise ValueError(f"generation knows no cache for layers of kind {layer.kind} yet")
@@ -281,6 +318,7 @@ def read_prompts(
     layers: list[Any],
     tokens: Int[Array, "rows length"],
     lengths: Int[Array, " rows"],
+    images: dict[str, Array],
 ) -> list[Any]:
     """Returns the caches of prompts, without each one's last token.
 
@@ -290,25 +328,32 @@ def read_prompts(
         layers: The weights of its layers.
         tokens: The prompts' tokens but the last, padded at the end.
         lengths: Length of each prompt, the last token included.
+        images: The arrays of the prompts' images; empty if there are none.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    (x, segments, positions, added), handed = begin(form, ends, tokens, positions, images)
     turns = rotations([layer.rope for layer in form.layers], positions, lengths)
-    x, handed = begin(form, ends, tokens)
     caches = []
-    for layer, weights in zip(form.layers, layers, strict=True):
-        turn = turns[layer.rope]
-        x, handed, kept = read_layer(layer, weights, x, turn, handed, lengths - 1)
+    for layer, weights, more in zip(form.layers, layers, _of_layers(form, added), strict=True):
+        given = handed, lengths - 1, segments, more
+        x, handed, kept = read_layer(layer, weights, x, turns[layer.rope], *given)
         caches.append(kept)
     return caches
+
+
+def _of_layers(form: ModelForm, added: Iterable[Array]) -> list[Array | None]:
+    """Returns `added` of `Placed` for each layer; None for most."""
+    added = list(added)
+    return [*added, *[None] * (len(form.layers) - len(added))]
 
 
 def write_token(
     form: ModelForm, ends: Any, layers: list[Any], caches: list[Any], rows: TextRows
 ) -> tuple[Float[Array, "rows vocab_size"], list[Any]]:
     """Returns the logits of each row's next token, and the caches with its last one."""
-    positions = rows.positions[:, None]
-    turns = rotations([layer.rope for layer in form.layers], positions, rows.positions + 1)
-    x, handed = begin(form, ends, rows.tokens[:, None])
+    positions = (rows.positions + rows.advances)[:, None]
+    turns = rotations([layer.rope for layer in form.layers], positions, positions[:, 0] + 1)
+    (x, *_), handed = begin(form, ends, rows.tokens[:, None], positions, {})
     caches = list(caches)
     for i, (layer, weights) in enumerate(zip(form.layers, layers, strict=True)):
         cache = caches[i if layer.borrows is None else layer.borrows]
@@ -447,9 +492,11 @@ class ResidentDecoding:
             # One layer at a time: at most one group of masters is on the device beside the weights.
             jax.block_until_ready(self._layers[-1])
 
-    def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
+    def read(
+        self, tokens: np.ndarray, lengths: np.ndarray, images: dict[str, np.ndarray]
+    ) -> list[Any]:
         """Returns the caches of prompts; see `read_prompts`."""
-        return self._read(self._ends, self._layers, tokens, lengths)
+        return self._read(self._ends, self._layers, tokens, lengths, images)
 
     def write(
         self, kind: SamplingKind, params: SamplingParams, caches: Any, rows: TextRows, steps: int
@@ -493,16 +540,21 @@ class StreamedDecoding:
             else [self._put(source.weights(part), "pinned_host") for part in source.layers]
         )
 
-    def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
+    def read(
+        self, tokens: np.ndarray, lengths: np.ndarray, images: dict[str, np.ndarray]
+    ) -> list[Any]:
         """See `ResidentDecoding`."""
         self._source.sharing.goes_on(True)
         positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+        placed, handed = self._embedding_program(self._ends, tokens, positions, images)
+        x, segments, positions, added = placed
         turns = self._rotation_program(positions, lengths)
-        x, handed = self._embedding_program(self._ends, tokens)
         caches = []
-        for i, layer in enumerate(self._form.layers):
-            weights, turn = self._weights(i, x), turns[layer.rope]
-            x, handed, kept = self._prefill_program[i](weights, x, turn, handed, lengths - 1)
+        for i, (layer, more) in enumerate(
+            zip(self._form.layers, _of_layers(self._form, added), strict=True)
+        ):
+            weights, given = self._weights(i, x), (handed, lengths - 1, segments, more)
+            x, handed, kept = self._prefill_program[i](weights, x, turns[layer.rope], *given)
             del weights
             caches.append(kept)
         return caches
@@ -512,8 +564,9 @@ class StreamedDecoding:
     ) -> tuple[list[Any], TextRows, SampledTokens]:
         """See `ResidentDecoding`; writes one token of each row."""
         self._source.sharing.goes_on(True)
-        turns = self._rotation_program(rows.positions[:, None], rows.positions + 1)
-        x, handed = self._embedding_program(self._ends, rows.tokens[:, None])
+        positions = (rows.positions + rows.advances)[:, None]
+        turns = self._rotation_program(positions, positions[:, 0] + 1)
+        (x, *_), handed = self._embedding_program(self._ends, rows.tokens[:, None], positions, {})
         caches = [*caches, None]
         ahead = on_device(caches[0])
         for i, layer in enumerate(self._form.layers):
@@ -594,6 +647,6 @@ def _cache_shapes(
     ends, layers = jax.tree.unflatten(treedef, leaves)
 
     def read(ends, layers, tokens, lengths):
-        return read_prompts(form, ends, layers, tokens, lengths)
+        return read_prompts(form, ends, layers, tokens, lengths, {})
 
     return jax.eval_shape(read, ends, layers, tokens, lengths)

@@ -5,7 +5,7 @@ Batching is continuous: a text that is finished makes room for the next prompt.
 
 import bisect
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
@@ -17,8 +17,10 @@ import numpy as np
 from megatrain_jax import Hardware
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.host_memory import available_bytes
+from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.lm.common.prompts import check_prompts, prompt_ids, shown_answer
+from megatrain_jax._src.lm.common.prompts import check_prompts, ids_and_images, shown_answer
+from megatrain_jax._src.lm.models.decoder_options import VisionConfig
 from megatrain_jax._src.lm.models.generation.caches import as_page, grown, on_device
 from megatrain_jax._src.lm.models.generation.decoding import (
     LENGTHENING,
@@ -69,6 +71,8 @@ class OpenText:
         sample: Number of the sample of this prompt.
         ids: The prompt, and the tokens written so far.
         start: Number of tokens of the prompt.
+        images: The arrays of the prompt's images; empty if it has none.
+        advance: How much further positions go on after them than after so many tokens.
         log_probs: The log-probabilities of each written token, in the order of `SampledTokens`.
         finish: Reason of the end; None before it.
         is_cut: Whether a stop text ended it, not a stop token.
@@ -78,6 +82,8 @@ class OpenText:
     sample: int
     ids: list[int]
     start: int
+    images: Mapping[str, np.ndarray] = field(default_factory=dict)
+    advance: int = 0
     log_probs: list[tuple[float, ...]] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
     is_cut: bool = False
@@ -86,6 +92,11 @@ class OpenText:
     def num_written(self) -> int:
         """Number of tokens written so far."""
         return len(self.ids) - self.start
+
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """Equal for texts with equal caches: the tokens so far, and the prompt if it has images."""
+        return (self.prompt if self.images else None, *self.ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,32 +194,39 @@ class Batch:
     def _admit(self, admitted: Sequence[tuple[int, OpenText]]) -> None:
         """Starts texts in free rows: prefills their tokens so far, in groups of similar length."""
         self._make_room(max(len(text.ids) for _, text in admitted) + self._decoding.steps)
-        groups: dict[int, list[tuple[int, OpenText]]] = {}
+        groups: dict[Any, list[tuple[int, OpenText]]] = {}
         for row, text in admitted:
             self._texts[row] = text
-            groups.setdefault(bucket(len(text.ids) - 1), []).append((row, text))
-        for length, members in groups.items():
+            shapes = tuple((name, _room(x)) for name, x in text.images.items())
+            groups.setdefault((bucket(len(text.ids) - 1), shapes), []).append((row, text))
+        for (length, _), members in groups.items():
             # Samples of one prompt share its caches.
-            different = list(dict.fromkeys(tuple(text.ids) for _, text in members))
+            different = {text.content: text for _, text in members}
             at_once = max(1, READ_AT_ONCE // length)
             for i in range(0, len(different), at_once):
-                chosen = {ids: n for n, ids in enumerate(different[i : i + at_once])}
-                rows = [(row, text) for row, text in members if tuple(text.ids) in chosen]
-                self._read(length, list(chosen), rows, [chosen[tuple(t.ids)] for _, t in rows])
+                chosen = {x: n for n, x in enumerate([*different][i : i + at_once])}
+                rows = [(row, text) for row, text in members if text.content in chosen]
+                prompts = [different[content] for content in chosen]
+                self._read(length, prompts, rows, [chosen[t.content] for _, t in rows])
 
     def _read(
         self,
         length: int,
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Sequence[OpenText],
         members: Sequence[tuple[int, OpenText]],
         source: Sequence[int],
     ) -> None:
         """Prefills some prompts, and copies their caches to rows."""
         number = _power(len(prompts))
         tokens, lengths = np.zeros((number, length), np.int32), np.ones(number, np.int32)
-        for row, ids in enumerate(prompts):
-            tokens[row, : len(ids) - 1], lengths[row] = ids[:-1], len(ids)
-        read = self._decoding.read(tokens, lengths)
+        images = {
+            name: np.zeros((number, *_room(x)), x.dtype) for name, x in prompts[0].images.items()
+        }
+        for row, text in enumerate(prompts):
+            tokens[row, : len(text.ids) - 1], lengths[row] = text.ids[:-1], len(text.ids)
+            for name, array in text.images.items():
+                images[name][row, : len(array)] = array
+        read = self._decoding.read(tokens, lengths, images)
         count = _power(len(members))
         # Row numbers past the end are dropped.
         at, taken = np.full(count, self._task.num_rows, np.int32), np.zeros(count, np.int32)
@@ -237,6 +255,7 @@ class Batch:
             rows.limits[i] = self._task.max_tokens
             rows.pauses[i] = min((at for at in changes if at > position), default=_NEVER)
             rows.prompts[i], rows.samples[i] = text.prompt, text.sample
+            rows.advances[i] = text.advance
         return rows
 
     def _collect(self, new: SampledTokens) -> list[OpenText]:
@@ -275,6 +294,11 @@ class Batch:
 def _power(number: int) -> int:
     """Returns the least power of two not below a number."""
     return 1 << (number - 1).bit_length()
+
+
+def _room(array: np.ndarray) -> tuple[int, ...]:
+    """Returns the shape of a prompt's array of images with zeros behind it; few differ."""
+    return _power(len(array)), *array.shape[1:]
 
 
 class StopStrings:
@@ -453,20 +477,30 @@ class Generator:
         config = self._source.config
         stops, ends = _stops(stop, self._tokenizer, self._source)
         shown = StopStrings(self._tokenizer, ends)
-        rows = [prompt_ids(prompt, self._tokenizer) for prompt in prompts]
-        for ids in rows:
+        opened = [ids_and_images(prompt, self._tokenizer) for prompt in prompts]
+        rows = [ids for ids, _ in opened]
+        for ids, images in opened:
             if max(ids) >= config.vocab_size:
                 known = f"below the vocabulary's size, {config.vocab_size}"
                 raise ValueError(checks.refused("prompts", f"ids {known}", max(ids)))
+            _check_images(config.vision, ids, images)
         numbers = (max_tokens, num_samples, max_batch, seed, float(temperature), top_p, top_k)
         ending = None if stop is None else sorted(map(repr, stop))
-        self._source.sharing.check_equal((rows, numbers, ending))
+        pixels = [{name: x.tobytes() for name, x in images.items()} for _, images in opened]
+        self._source.sharing.check_equal((rows, numbers, ending, pixels))
         if not rows:
             return []
         _check_count(num_samples, len(rows), max(map(len, rows)))
         texts = [
-            OpenText(prompt=i, sample=sample, ids=list(ids), start=len(ids))
-            for i, ids in enumerate(rows)
+            OpenText(
+                prompt=i,
+                sample=sample,
+                ids=list(ids),
+                start=len(ids),
+                images=images,
+                advance=config.vision.advance(images) if images else 0,
+            )
+            for i, (ids, images) in enumerate(opened)
             for sample in range(num_samples)
         ]
         size = bucket(max(map(len, rows)) + max_tokens)
@@ -507,6 +541,29 @@ class Generator:
             tempered_log_probs=tempered,
             drawn_log_probs=drawn,
             finish=text.finish,
+        )
+
+
+def _check_images(
+    vision: VisionConfig | None, ids: Sequence[int], images: Mapping[str, np.ndarray]
+) -> None:
+    """Checks that a prompt has as many images as placeholders.
+
+    Raises:
+        ValueError: If it hasn't, or the model has no vision part.
+    """
+    if not images:
+        return
+    if vision is None:
+        hint = "read the checkpoint with load_pretrained(folder, images=True)"
+        raise ValueError(
+            f"`prompts` have {', '.join(images)}, but the decoder has no vision part: {hint}"
+        )
+    if ids[-1] == vision.token:
+        raise ValueError("`prompts` have one that ends in an image: a token has to follow")
+    with naming("`prompts`"):
+        vision.check_batch(
+            {"tokens": np.array([ids], np.int32)} | {name: x[None] for name, x in images.items()}
         )
 
 
@@ -568,7 +625,8 @@ def generate(
             that it computes in. Or a `models.Pretrained`, a `models.Lora`, a `models.Decoder`, or a
             pair of a decoder, or a function that builds one, and its parameters, as for `fit`.
         prompts: Each a text, a list of messages (dicts with "role" and "content"), rendered as a
-            question in the tokenizer's own chat template, or token ids.
+            question in the tokenizer's own chat template, or token ids. For a model with a vision
+            part also a mapping from `data.image_prompts`, with the ids in `tokens` and the images.
         max_tokens: Maximum number of tokens to write for each.
         temperature: Divisor of the logits before a token is drawn; 0 takes the most likely one.
         top_p: Tokens are drawn from the most likely ones with this probability together; 1 for all.
