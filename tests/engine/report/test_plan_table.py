@@ -131,6 +131,7 @@ def test_the_arrival_of_a_batch_has_a_row_where_it_is_long(share, line):
     assert len(str(changed).splitlines()) - len(str(without).splitlines()) == line
     assert has_row(str(changed), [costs.batch]) == line or not share
     untimed = replace(changed, seconds_per_step=None, hardware=None)
+    assert untimed.link_share is None
     assert not share or not has_row(str(untimed), [costs.batch])
 
 

@@ -36,6 +36,7 @@ from megatrain_jax._src.engine.spec.budget import (
     fitted_and_compiled,
     least_device_bytes,
 )
+from megatrain_jax._src.engine.spec.indivisible_arrays import indivisible_arrays
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
 from megatrain_jax._src.engine.state.hardware import card
@@ -111,6 +112,23 @@ def test_training_in_parts_agrees_with_plain_jax(name, optimizer, options):
     run, plain = train(trainer, batches, gradients=False), train_plain(case, make, batches)
     check_close(run.params, plain.params, 2e-5, "parameter")
     np.testing.assert_allclose(run.losses, plain.losses, rtol=2e-6)
+
+
+def test_of_what_no_cut_divides_the_block_is_named():
+    arrays = {"embed": (2000, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    paths = {"embed": ("embed",), "up": ("layers", "0", "up"), "down": ("layers", "0", "down")}
+    leaves = [
+        replace(leaf(name, *shape), path=paths[name], block=paths[name][:2] if n else None)
+        for n, (name, shape) in enumerate(arrays.items())
+    ]
+    sizes = (2000 * WIDTH, 8 * WIDTH**2)
+    layouts: Any = [SimpleNamespace(sizes=lambda _, size=size: {0: size}) for size in sizes]
+    cut: Any = SimpleNamespace(
+        leaves=leaves, grouping=SimpleNamespace(leaves=[(0,), (1, 2)]), has_smaller_parts=False
+    )
+    said = indivisible_arrays(cut, layouts)
+    assert tells(said, "layers/0/up", "layers/0/down") and "embed" not in said
+    assert indivisible_arrays(SimpleNamespace(**vars(cut) | {"has_smaller_parts": True}), []) == ""
 
 
 def leaf(name, *shape, parameter=0, index=()):

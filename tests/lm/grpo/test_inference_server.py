@@ -1,5 +1,6 @@
 """GRPO with completions by a server that speaks vLLM's protocol, and generates by ours."""
 
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -150,8 +151,17 @@ def run(generate: Any, steps: int = 3, **options: Any) -> mt.FitResult:
 
 
 def test_completions_are_the_server_s_by_the_newest_weights(server: Server):
-    result = run(models.InferenceServer(server.url + "/v1/", server.folder), steps=2)
+    generate, written = models.InferenceServer(server.url + "/v1/", server.folder), []
+
+    def keeping(*args: Any, **options: Any) -> Any:
+        written.append(generate(*args, **options))
+        return written[-1]
+
+    result = run(keeping, steps=2)
     differences = [r["sampling/sampling_logp_difference/mean"] for r in result.history]
+    # Without a restriction, tokens are drawn by the probabilities of all.
+    for completion in itertools.chain(*written):
+        np.testing.assert_array_equal(completion.drawn_log_probs, completion.log_probs)
     # Log-probabilities of other weights, or of other tokens, would differ.
     assert len(differences) == 2 and max(differences) < 1e-5
     assert len({r["loss"] for r in result.history}) == 2
