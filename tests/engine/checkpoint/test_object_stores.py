@@ -163,7 +163,9 @@ def test_the_objects_below_a_path_are_nobody_else_s(place):
     assert [path.name for path in (place / "1").iterdir()] == ["a", "b"]
     assert not (place / "1").is_file() and (place / "1" / "a").is_file()
     assert not (place / "1" / "a").is_dir() and not (place / "2").exists()
-    assert place.parent.parent == path_of(str(place)[: -len("/my/run")])
+    root = place.parent.parent
+    assert root == path_of(str(place)[: -len("/my/run")])
+    assert {"my/run/1/a", "my/run/10/a"} <= set(root.files())
 
 
 def test_a_step_that_a_callback_saved_is_saved_again(place):

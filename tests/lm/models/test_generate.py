@@ -24,6 +24,7 @@ from megatrain_jax._src.lm.models.generation.decoding import (
 )
 from megatrain_jax._src.lm.models.generation.generate import StopStrings
 from megatrain_jax._src.lm.models.generation.generation_memory import GenerationMemory
+from megatrain_jax._src.lm.models.generation.sharing import Sharing
 from megatrain_jax._src.lm.models.generation.weight_source import open_source
 from messages import refuses, tells
 from word_tokenizer import word_tokenizer
@@ -120,13 +121,18 @@ def test_caches_that_travel_with_their_layers_change_no_bit(monkeypatch: pytest.
     forms = [GenerationMemory(open_source(model), budget).choose(16, 3) for budget in budgets]
     assert forms[0] == (False, 3, frozenset())
     assert forms[1].num_rows == 3 and len(forms[1].pages) > 2
-    left = []
+    left, asked, goes_on = [], [], Sharing.goes_on
+
+    def asking(sharing: Sharing, has_texts: bool) -> bool:
+        asked.append(has_texts)
+        return goes_on(sharing, has_texts)
 
     def as_page(cache: Any) -> Any:
         left.append(caches.as_page(cache))
         return left[-1]
 
     monkeypatch.setattr(decoding, "as_page", as_page)
+    monkeypatch.setattr(Sharing, "goes_on", asking)
     monkeypatch.setattr(generate_module, "_FIRST_SIZE", 8)  # so that pages grow
     options: Any = {"max_tokens": 8, "max_batch": 3, "temperature": 0.8}
     there, paged = (
@@ -136,6 +142,8 @@ def test_caches_that_travel_with_their_layers_change_no_bit(monkeypatch: pytest.
     for one, other in zip(there, paged, strict=True):
         for name in ("ids", "log_probs", "tempered_log_probs", "drawn_log_probs"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    # Other processes hear of each pass before it, and once of the end.
+    assert asked == 2 * ([True] * (len(asked) // 2 - 1) + [False]) and len(asked) >= 2 * 8
     card = mt.Hardware(name="card", flops_per_s=1e12, link_bytes_per_s=1e6)
     plan = models.Generator(model, device_budget=budgets[1]).plan(16, 3, card)
     pages = left[-len(forms[1].pages) :]
