@@ -364,6 +364,13 @@ def test_a_call_of_tools_ends_with_the_mark_of_their_answer(tmp_path: Path):
     assert sorted(made.end_tokens) == sorted(ends)
 
 
+def test_a_template_that_refuses_a_question_behind_an_answer_has_no_end(tmp_path: Path):
+    refusing = "{% if messages | length > 2 %}{{ raise_exception('one question') }}{% endif %}"
+    messages = [{"role": name, "content": "sum"} for name in ("user", "assistant")]
+    with refuses(data.DataError, "special token", "{% generation %}"):
+        single(tmp_path, messages, chats.GLM + refusing)
+
+
 def test_answers_are_found_in_turns_that_are_shown_otherwise_later(tmp_path: Path):
     """Reasoning before a call of tools, left out once another question follows."""
     template = chats.QWEN3.replace(

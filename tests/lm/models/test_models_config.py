@@ -422,6 +422,13 @@ def test_scores_of_deepseek_grow_twice_with_stretched_wavelengths():
     assert config.attention_scale == pytest.approx((128 + 64) ** -0.5 * growth**2)
 
 
+def test_no_layer_of_llama4_has_chunks_where_these_have_no_size():
+    values = SIZES | {"model_type": "llama4_text", "num_local_experts": 2, "head_dim": 16}
+    for size, expected in ((None, ()), (32, (0, 1, 2))):
+        options: Any = DecoderConfig.from_hf(values | {"attention_chunk_size": size}).options
+        assert options.chunked == expected
+
+
 @pytest.mark.parametrize("limits", [[0.1], [-1.0, 2.0], 0.1])
 def test_limits_of_time_steps_are_two_numbers(limits):
     values = SIZES | {"model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 4}
