@@ -223,6 +223,15 @@ def test_a_folder_that_cannot_be_written_is_noticed_first(tmp_path, monkeypatch)
         small.fit(tmp_path / "run", 1, data=never())
 
 
+def test_a_folder_is_the_same_by_another_path(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    held = workspaces.FolderWorkspace(tmp_path / "real" / NAME, "it")
+    with refuses(mt.CheckpointError, "it", "this process"):
+        workspaces.FolderWorkspace(tmp_path / "link" / NAME, "it")
+    held.release(run=True)
+
+
 HOLDER = """
 import os, sys, time
 from pathlib import Path
