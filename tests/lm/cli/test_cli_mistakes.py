@@ -48,6 +48,10 @@ def given(tmp_path_factory):
             {"objective": "dpo", "simpo_gamma": 1.0},
             "`simpo_gamma`=1.0 `objective`=simpo",
         ),
+        (
+            {"objective": "dpo", "label_smoothing": 0.1, "loss_type": "hinge"},
+            "`label_smoothing`=0.1 `loss_type`=sigmoid robust",
+        ),
         ({"objective": "kto"}, "`label` `chosen` `rejected`"),
         ({"objective": "orpo"}, "`chosen` messages"),
         ({"export_as": "adapter"}, "`export_as`=adapter `lora_rank`"),

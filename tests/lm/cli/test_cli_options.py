@@ -298,6 +298,8 @@ FINETUNE = [
     ),
     option("objective", "dpo", count("preferences", "source", 1), lora_rank=2, held_out=0),
     option("beta", 0.5, "dpo.beta", objective="dpo", lora_rank=2),
+    option("label_smoothing", 0.2, "dpo.label_smoothing", objective="dpo", lora_rank=2),
+    option("loss_type", "hinge", "dpo.loss_type", objective="dpo", lora_rank=2),
     option("beta", 0.5, "ipo.beta", objective="ipo", lora_rank=2),
     option("beta", 0.5, "simpo.beta", objective="simpo"),
     option("beta", 0.5, "orpo.beta", objective="orpo"),

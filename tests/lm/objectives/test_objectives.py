@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatrain_jax import losses, objectives
+from megatrain_jax._src.lm.objectives.example_losses import SMOOTHED
 from megatrain_jax._src.lm.objectives.policy_losses import policy_tokens
 from messages import refuses
 
@@ -86,6 +87,13 @@ def test_mistakes_are_named():
         columns = [ones, ones, *([ones, ones] if name == "ipo" else []), ones, jnp.ones(2)]
         with refuses(ValueError, "`rejected_tokens`", (2,)):
             getattr(losses, name)(*columns, *([] if name == "ipo" else [1.0]))
+    pair = ones, ones, ones, ones
+    with refuses(ValueError, "`label_smoothing`", 0.1, "`loss_type`", "sigmoid", "robust"):
+        losses.dpo(*pair, label_smoothing=0.1, loss_type="hinge")
+    with refuses(ValueError, "`label_smoothing`", 0.5):
+        losses.dpo(*pair, label_smoothing=0.5)
+    with refuses(ValueError, "`loss_type`", "'ipo'", "apo_zero"):
+        losses.dpo(*pair, loss_type="ipo")  # type: ignore[arg-type]
     with refuses(ValueError, "`simpo_gamma`", -1):
         losses.simpo(ones, ones, ones, ones, 1.0, simpo_gamma=-1)
 
@@ -109,11 +117,32 @@ def one(function, **options):
 
 
 ONE = np.ones(1, np.float32)
+# Losses of DPO by the rewards of both answers; that of "apo_down" cancels in float32.
+DPO = {
+    "sigmoid": lambda good, bad: 0.9 * softplus(bad - good) + 0.1 * softplus(good - bad),
+    "robust": lambda good, bad: (0.9 * softplus(bad - good) - 0.1 * softplus(good - bad)) / 0.8,
+    "hinge": lambda good, bad: jnp.maximum(0, 1 - good + bad),
+    "apo_zero": lambda good, bad: 1 - jax.nn.sigmoid(good) + jax.nn.sigmoid(bad),
+    "bco_pair": lambda good, bad: softplus(-good) + softplus(bad),
+    "nca_pair": lambda good, bad: softplus(-good) + (softplus(good) + softplus(bad)) / 2,
+    "sppo_hard": lambda good, bad: (2 * good - 1) ** 2 + (2 * bad + 1) ** 2,
+}
+
+
+def dpo_at_edges(kind):
+    options = {"loss_type": kind} | ({"label_smoothing": 0.1} if kind in SMOOTHED else {})
+    return (
+        one(lambda x, y: losses.dpo(x, y, -5 * ONE, -0.7 * ONE, beta=0.5, **options)),
+        lambda x, y: DPO[kind](0.5 * (x + 5), 0.5 * (y + 0.7)),
+    )
+
+
 AT_EDGES = {
     "dpo": (
         one(lambda x, y: losses.dpo(x, y, -5 * ONE, -0.7 * ONE, beta=0.5)),
         lambda x, y: softplus(-0.5 * (x + 5 - y - 0.7)),
     ),
+    **{kind: dpo_at_edges(kind) for kind in DPO},
     "ipo": (
         one(lambda x, y: losses.ipo(x, y, -5 * ONE, -0.7 * ONE, ONE, ONE, beta=0.5)),
         lambda x, y: (x + 5 - y - 0.7 - 1) ** 2,
@@ -141,7 +170,7 @@ AT_EDGES = {
 }
 
 
-@pytest.mark.by_default("simpo", "orpo", "undesirable", "reward")
+@pytest.mark.by_default(*DPO, "simpo", "orpo", "undesirable", "reward")
 @pytest.mark.parametrize("name", AT_EDGES)
 def test_losses_of_probabilities_from_0_to_1_are_those_in_float64(name):
     ours, formula = AT_EDGES[name]

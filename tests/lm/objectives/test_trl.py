@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models, objectives
-from megatrain_jax._src.lm.cli.finetune_settings import OBJECTIVE_KINDS
+from megatrain_jax._src.lm.cli.finetune_settings import OBJECTIVE_KINDS, FinetuneSettings
+from megatrain_jax._src.lm.objectives.example_losses import DpoLoss
 
 needs = 'compared with TRL: pip install -e ".[torch]"'
 datasets, torch, transformers, trl = (
@@ -212,6 +213,34 @@ def test_pairs_are_learned_as_trl_learns_them(name: str, tmp_path: Any):
     result = ours(pretrained, getattr(objectives, name)(**stored), batches)
     check_equal(result, trainer, model)
     check_metrics(result, trainer, REWARDS)
+
+
+def test_further_losses_of_pairs_are_those_of_trl(tmp_path: Any):
+    kinds, smoothing = get_args(DpoLoss), {"robust": 0.2}
+    assert kinds == get_args(get_type_hints(FinetuneSettings)["loss_type"])
+    weights = [0.01 if kind == "sppo_hard" else 1.0 for kind in kinds]  # it is far larger
+    model, before = (make_torch("llama", vocab_size=400) for _ in range(2))
+    with torch.no_grad():  # or all rewards would begin with 0
+        for parameter in before.parameters():
+            parameter.mul_(1.05)
+    pretrained = models.load_pretrained(save(model, tmp_path / "model"))
+    reference = initial_answers(models.load_pretrained(save(before, tmp_path / "before")))
+
+    def config(**given: Any) -> Any:
+        own = {"loss_type": list(kinds), "loss_weights": weights, "label_smoothing": 0.2}
+        return trl.DPOConfig(**own, **given)
+
+    def loss(model: Any, batch: Any) -> Any:
+        found: Any = 0.0
+        for kind, weight in zip(kinds, weights, strict=True):
+            options: Any = {"loss_type": kind, "label_smoothing": smoothing.get(kind, 0.0)}
+            value, metrics = objectives.dpo(**options, reference="stored")(model, batch)
+            found += weight * value
+        return found, metrics
+
+    trainer = theirs(trl.DPOTrainer, config, tmp_path, pairs_of_texts(40), model, before)
+    batches = [batch | {"reference": reference(batch)} for batch in all_packed(trainer.seen)]
+    check_equal(ours(pretrained, loss, batches), trainer, model)
 
 
 def test_dropout_is_off_where_trl_switches_it_off():

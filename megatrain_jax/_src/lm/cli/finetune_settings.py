@@ -38,7 +38,7 @@ class ObjectiveKind:
 
 OBJECTIVE_KINDS: Mapping[str, ObjectiveKind] = {
     "sft": ObjectiveKind(rows="chat", has_dropout=True, adapter_rate=1e-4),
-    "dpo": ObjectiveKind(options=("beta",), has_reference=True),
+    "dpo": ObjectiveKind(options=("beta", "label_smoothing", "loss_type"), has_reference=True),
     "ipo": ObjectiveKind(options=("beta",), has_reference=True),
     "simpo": ObjectiveKind(options=("beta", "simpo_gamma", "cpo_alpha")),
     "orpo": ObjectiveKind(options=("beta",)),
@@ -79,6 +79,9 @@ class FinetuneSettings(run_settings.TrainingSettings, run_settings.AdapterSettin
             reward model's scores (reward), or a teacher's stored predictions (distill).
         beta: How strongly dpo, ipo and kto keep the model close to its initial state; factor of
             rewards in simpo, and weight of the odds in orpo.
+        label_smoothing: Fraction of pairs that dpo takes for exchanged, below 0.5, with loss_type
+            sigmoid (conservative DPO) or robust.
+        loss_type: Loss of a pair in dpo, named as in TRL.
         simpo_gamma: Margin of rewards that simpo asks for.
         cpo_alpha: Weight of the chosen answers' cross-entropy in simpo; 0 for the paper's loss.
         desirable_weight: Weight of desirable answers in kto.
@@ -127,6 +130,10 @@ class FinetuneSettings(run_settings.TrainingSettings, run_settings.AdapterSettin
     new_tokens: list[str] | str | None = None
     objective: ObjectiveName = "sft"
     beta: float = 0.1
+    label_smoothing: float = 0.0
+    loss_type: Literal[
+        "sigmoid", "robust", "hinge", "apo_zero", "apo_down", "bco_pair", "nca_pair", "sppo_hard"
+    ] = "sigmoid"
     simpo_gamma: float = 0.5
     cpo_alpha: float = 1.0
     desirable_weight: float = 1.0
@@ -212,6 +219,11 @@ class FinetuneSettings(run_settings.TrainingSettings, run_settings.AdapterSettin
                 name in self._kind.options,
                 f"`objective`={' or '.join(objectives_with(name))}",
             )
+        self.check_use(
+            "label_smoothing",
+            self.loss_type in ("sigmoid", "robust"),
+            "`loss_type`=sigmoid or robust",
+        )
         self.check_use(
             "neftune_noise_alpha",
             self.objective == "sft",

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from megatrain_jax import losses, models
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.models.decoder import check_arguments, token_log_probs
+from megatrain_jax._src.lm.objectives.example_losses import DpoLoss
 
 Batch = Mapping[str, Any]
 Metrics = dict[str, Float[Array, ""]]
@@ -24,11 +25,20 @@ _PACKED = ("tokens", "labels", "positions", "segments", "mask")
 _PAIRED = (*_PACKED, "pairs", "pairs_per_row")
 
 
-def dpo(*, beta: float = 0.1, reference: Reference = "adapters") -> Objective:
+def dpo(
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    loss_type: DpoLoss = "sigmoid",
+    reference: Reference = "adapters",
+) -> Objective:
     """Direct preference optimisation of pairs of answers; see `losses.dpo`.
 
     Args:
         beta: How strongly the model is kept close to the reference; above 0.
+        label_smoothing: Fraction of pairs whose answers are thought to be exchanged, below 0.5; for
+            "sigmoid" and "robust".
+        loss_type: The loss of a pair: one of those of `losses.dpo`, named as in TRL.
         reference: The model before training. "adapters" is the model without its adapters, so each
             layer is computed twice. "stored" reads each batch's column `reference`: what
             `answer_log_probabilities` returned before training, fp32 (rows, answers).
@@ -45,7 +55,9 @@ def dpo(*, beta: float = 0.1, reference: Reference = "adapters") -> Objective:
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, Metrics]:
         before = _reference(reference, model, batch)
         ours = answer_log_probabilities(model, batch)
-        loss = losses.dpo(*_sides(ours), *_sides(before), beta=beta, **_counted(batch))
+        columns = *_sides(ours), *_sides(before)
+        options = {"beta": beta, "label_smoothing": label_smoothing, "loss_type": loss_type}
+        loss = losses.dpo(*columns, **options, **_counted(batch))
         return loss, _metrics(batch, beta * (ours - before))
 
     return loss_fn

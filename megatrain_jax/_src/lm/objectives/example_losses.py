@@ -5,7 +5,7 @@ in a batch's padding have weight 0, and may hold any numbers, even NaN.
 """
 
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,10 @@ Mask = Shaped[ArrayLike, "*pairs"] | None
 Count = Shaped[ArrayLike, ""] | None
 # Mean log-probabilities closer to 0 are rounding errors of a probability of 1.
 _LEAST_GAP = 1e-7
+DpoLoss = Literal[
+    "sigmoid", "robust", "hinge", "apo_zero", "apo_down", "bco_pair", "nca_pair", "sppo_hard"
+]
+SMOOTHED = ("sigmoid", "robust")
 
 
 def dpo(
@@ -85,13 +89,28 @@ def dpo(
     reference_rejected: Column,
     *,
     beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    loss_type: DpoLoss = "sigmoid",
     mask: Mask = None,
     count: Count = None,
 ) -> Float[Array, ""]:
     """Loss of direct preference optimisation (equation 7 of https://arxiv.org/abs/2305.18290).
 
     The mean over pairs of `-log sigmoid(beta * ((chosen - rejected) - (reference_chosen -
-    reference_rejected)))`.
+    reference_rejected)))`, or of another `loss_type`. With the rewards `g = beta * (chosen -
+    reference_chosen)` and `l` of the rejected answer, and `s = sigmoid`:
+
+    - "sigmoid": `-log s(g - l)`. With `label_smoothing`, `e`: `-(1 - e) log s(g - l) - e log s(l -
+      g)`, conservative DPO.
+    - "robust": `(e log s(l - g) - (1 - e) log s(g - l)) / (1 - 2 e)`
+      (https://arxiv.org/abs/2403.00409).
+    - "hinge": `max(0, 1 - (g - l))` (https://arxiv.org/abs/2309.06657).
+    - "apo_zero": `s(-g) + s(l)`, and "apo_down": `s(g) + s(l - g)`
+      (https://arxiv.org/abs/2408.06266).
+    - "bco_pair": `-log s(g) - log s(-l)` (https://arxiv.org/abs/2404.04656, without its shift).
+    - "nca_pair": `-log s(g) - (log s(-g) + log s(-l)) / 2` (https://arxiv.org/abs/2402.05369).
+    - "sppo_hard": `((g - 1/2) ** 2 + (l + 1/2) ** 2) / beta ** 2`
+      (https://arxiv.org/abs/2405.00675).
 
     Args:
         chosen: Log-probability of each pair's chosen answer under the model: the sum of its tokens'
@@ -101,6 +120,9 @@ def dpo(
             gradient flows into it.
         reference_rejected: The same for the rejected answer.
         beta: How strongly the model is kept close to the reference; above 0.
+        label_smoothing: Fraction of pairs whose answers are thought to be exchanged, below 0.5; for
+            "sigmoid" and "robust".
+        loss_type: The loss of a pair, named as in TRL.
         mask: Weights of pairs, or whether they count; None counts all.
         count: Divisor of the sum over pairs; None takes the sum of their weights. See `next_token`.
 
@@ -109,7 +131,7 @@ def dpo(
 
     Raises:
         TypeError: If an argument has a wrong type.
-        ValueError: If shapes don't agree, or `beta` is out of range.
+        ValueError: If shapes don't agree, or an option is out of range or unknown.
 
     Examples:
         A model that is the reference prefers neither answer.
@@ -119,6 +141,11 @@ def dpo(
         0.693...
     """
     beta = checks.number("beta", beta, above=0)
+    checks.word("loss_type", loss_type, get_args(DpoLoss))
+    epsilon = checks.number("label_smoothing", label_smoothing, least=0)
+    if epsilon >= 0.5 or (epsilon and loss_type not in SMOOTHED):
+        allowed = f"below 0.5, and 0 unless `loss_type` is {checks.either(SMOOTHED)}"
+        raise ValueError(checks.refused("label_smoothing", allowed, label_smoothing))
     ours, wrong, before, before_wrong = columns(
         mask,
         chosen=chosen,
@@ -126,8 +153,23 @@ def dpo(
         reference_chosen=reference_chosen,
         reference_rejected=reference_rejected,
     )
-    margin = (ours - wrong) - jax.lax.stop_gradient(before - before_wrong)
-    return mean(-jax.nn.log_sigmoid(beta * margin), mask, count, "chosen")
+    before, before_wrong = map(jax.lax.stop_gradient, (before, before_wrong))
+    margin = beta * ((ours - wrong) - (before - before_wrong))
+    good, bad = beta * (ours - before), beta * (wrong - before_wrong)
+    log, step = jax.nn.log_sigmoid, jax.nn.sigmoid
+    # An infinite margin would make a part with weight 0 NaN.
+    exchanged = epsilon * log(-margin) if epsilon else 0.0
+    pairs = {
+        "sigmoid": lambda: -(1 - epsilon) * log(margin) - exchanged,
+        "robust": lambda: (exchanged - (1 - epsilon) * log(margin)) / (1 - 2 * epsilon),
+        "hinge": lambda: jax.nn.relu(1 - margin),
+        "apo_zero": lambda: step(-good) + step(bad),
+        "apo_down": lambda: step(good) + step(-margin),
+        "bco_pair": lambda: -log(good) - log(-bad),
+        "nca_pair": lambda: -log(good) - (log(-good) + log(-bad)) / 2,
+        "sppo_hard": lambda: ((good - 0.5) ** 2 + (bad + 0.5) ** 2) / beta**2,
+    }
+    return mean(pairs[loss_type](), mask, count, "chosen")
 
 
 def ipo(
