@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.lm.cli.chat import open_chat_model
+from megatrain_jax._src.lm.cli.chat import open_chat_model, sampling_of
 from megatrain_jax._src.lm.cli.main import main
 from megatrain_jax._src.lm.cli.plan_settings import ChatSettings
 from megatrain_jax._src.lm.common.adapter_layers import different_layers
@@ -158,6 +158,18 @@ def test_targets_that_are_no_pattern_are_named(targets, given, tmp_path):
     base = str(given / "run" / "model")
     with pytest.raises((TypeError, ValueError), match=str(folder)):
         open_chat_model(ChatSettings(model=str(folder), base=base, library="transformers"))
+
+
+def test_a_checkpoint_s_own_sampling_reaches_generation_in_jax(tmp_path):
+    """All options of `generate` are known; others need Transformers."""
+    own = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.05}
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"do_sample": True, "eos_token_id": 1} | own))
+    found = sampling_of(tmp_path, ChatSettings(model=str(tmp_path)))
+    assert own.items() <= found.items()
+    path.write_text(json.dumps({"do_sample": True, "typical_p": 0.5} | own))
+    with refuses(ValueError, str(path), "typical_p"):
+        sampling_of(tmp_path, ChatSettings(model=str(tmp_path)))
 
 
 @pytest.mark.parametrize("library", ["transformers", "jax"])

@@ -403,12 +403,13 @@ def test_each_generation_is_drawn_anew_and_rewarded_with_the_columns_of_its_prom
         return [float(n % 4) for n in range(len(prompts))]
 
     given = OPTIONS | {"prompts_per_step": 3, "top_k": 7, "top_p": 0.8}
+    given |= {"min_p": 0.1, "repetition_penalty": 1.2}
     made = made_of(rewarded, **given)
     for batch in batches(made, (1, 2, 3), microbatches=2, devices=2):
         # All microbatches of all devices have the same number of rows.
         assert len(batch["tokens"]) == 4
     assert len({one["seed"] for one in asked}) == 3
-    for name in ("temperature", "top_p", "top_k", "stop"):
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"):
         assert asked[0][name] == given[name]
     assert made.notes[1]["completions/clipped_ratio"] == 0.25
     assert made.seconds.keys() == {1, 2}, "of the steps that are trained by then"

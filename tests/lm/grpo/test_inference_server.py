@@ -79,7 +79,7 @@ class Server(ThreadingHTTPServer):
 
     def choices(self, body: Any) -> list[Any]:
         assert body["model"] == "served" and body["return_token_ids"] and not body["stop"]
-        names = ("max_tokens", "temperature", "top_p", "seed")
+        names = ("max_tokens", "temperature", "top_p", "min_p", "repetition_penalty", "seed")
         found = models.generate(
             self.model,
             [body["prompt"]],

@@ -329,20 +329,88 @@ def test_draws_are_as_often_as_they_are_probable():
 
 @pytest.mark.parametrize("top_k", [None, 1, 5, 40, 90])
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.95, 1.0])
-def test_distributions_are_those_of_transformers(top_k: int | None, top_p: float):
+@pytest.mark.parametrize("min_p", [0.0, 0.2, 1.0])
+def test_distributions_are_those_of_transformers(top_k: int | None, top_p: float, min_p: float):
     torch = pytest.importorskip("torch", reason='pip install -e ".[torch]"')
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     logits = np.random.default_rng(1).normal(size=(6, 40)).astype(np.float32)
     warpers: list[Any] = [TemperatureLogitsWarper(1.7)]
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [MinPLogitsWarper(min_p)]
     theirs = torch.tensor(logits)
     for warper in warpers:
         theirs = warper(None, theirs)
-    sampling_kind = SamplingKind(greedy=False, top_k=top_k, has_top_p=top_p < 1)
-    ours = warp(jnp.asarray(logits), sampling_params(1.7, top_p), sampling_kind)
+    kinds = {"top_k": top_k, "has_top_p": top_p < 1, "has_min_p": min_p > 0}
+    sampling_kind = SamplingKind(greedy=False, **kinds)  # type: ignore[arg-type]
+    numbers = sampling_params(1.7, top_p)._replace(min_p=jnp.float32(min_p))
+    ours = warp(jnp.asarray(logits), numbers, sampling_kind)
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-6)
+
+
+def test_repeated_tokens_are_penalised_as_by_transformers():
+    torch = pytest.importorskip("torch", reason='pip install -e ".[torch]"')
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    rng = np.random.default_rng(1)
+    logits, texts = rng.normal(size=(6, 40)).astype(np.float32), rng.integers(0, 40, (6, 30))
+    seen = np.zeros((6, 40), bool)
+    seen[np.arange(6)[:, None], texts] = True
+    draws = (jnp.zeros(6, jnp.int32),) * 3
+    for penalty in (0.7, 2.0):
+        theirs = RepetitionPenaltyLogitsProcessor(penalty)(
+            torch.tensor(texts), torch.tensor(logits)
+        ).numpy()
+        numbers = sampling_params(1.7, 1.0)._replace(repetition_penalty=jnp.float32(penalty))
+        for greedy in (False, True):
+            sampling_kind = SamplingKind(greedy=greedy, top_k=None, has_top_p=False, penalises=True)
+            found = choose(jnp.asarray(logits), numbers, draws, sampling_kind, jnp.asarray(seen))
+            if greedy:
+                np.testing.assert_array_equal(found.tokens, theirs.argmax(-1))
+                continue
+            for factor, odds, own in ((1.7, theirs, "drawn"), (1.7, logits, "tempered")):
+                expected = np.take_along_axis(
+                    np.asarray(jax.nn.log_softmax(odds / factor)),
+                    np.asarray(found.tokens)[:, None],
+                    axis=-1,
+                )
+                ours = getattr(found, f"{own}_log_probs")
+                np.testing.assert_allclose(ours, expected[:, 0], rtol=1e-5)
+    assert (logits.argmax(-1) != theirs.argmax(-1)).any()
+
+
+@pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_penalties_know_the_prompt_and_all_that_was_written(streamed: bool):
+    """In one row, so that the second text comes after the first."""
+    model = decoder(num_layers=4 if streamed else 2)
+    budget = GenerationMemory(open_source(model), None).needs(16, 1, resident=False)
+    assert not streamed or not GenerationMemory(open_source(model), budget).choose(16, 1).resident
+    found = models.generate(
+        model,
+        [[5, 7, 1], [3, 9, 8]],
+        max_tokens=12,
+        repetition_penalty=3.0,
+        max_batch=1,
+        device_budget=budget if streamed else None,
+    )
+    texts = np.stack([np.concatenate([one.prompt_ids, one.ids]) for one in found])
+    each = np.asarray(model(jnp.asarray(texts)))
+    for text, one, logits in zip(texts, found, each, strict=True):
+        changed = logits.copy()
+        for place in range(len(text)):
+            there = np.unique(text[: place + 1])
+            own = logits[place, there]
+            changed[place, there] = np.where(own < 0, own * 3, own / 3)
+        np.testing.assert_array_equal(one.ids, changed.argmax(-1)[2:-1])
+        assert (one.ids != logits.argmax(-1)[2:-1]).any()
+        plain = np.asarray(jax.nn.log_softmax(logits))[np.arange(2, 14), one.ids]
+        np.testing.assert_allclose(one.log_probs, plain, atol=1e-5)
 
 
 # Ends
@@ -550,6 +618,8 @@ def test_layers_without_a_cache_are_refused_by_name(layer: Any):
         ({"temperature": -1}, ValueError, "`temperature` .*-1"),
         ({"top_p": 0}, ValueError, "`top_p` .*0"),
         ({"top_p": 1.5}, ValueError, "`top_p` .*1.*1.5"),
+        ({"min_p": 1.5}, ValueError, "`min_p` .*1.*1.5"),
+        ({"repetition_penalty": 0}, ValueError, "`repetition_penalty` .*0"),
         ({"top_k": -1}, ValueError, "`top_k` .*0.*-1"),
         ({"on_text": 3}, TypeError, "`on_text` .*function.*3"),
         ({"prompts": [{"role": "user"}]}, TypeError, "messages .*list"),

@@ -1,6 +1,7 @@
 """Losses of labelled answers and of rewards, compared with their formulas in NumPy."""
 
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +131,9 @@ DPO = {
 
 
 def dpo_at_edges(kind):
-    options = {"loss_type": kind} | ({"label_smoothing": 0.1} if kind in SMOOTHED else {})
+    options: dict[str, Any] = {"loss_type": kind} | (
+        {"label_smoothing": 0.1} if kind in SMOOTHED else {}
+    )
     return (
         one(lambda x, y: losses.dpo(x, y, -5 * ONE, -0.7 * ONE, beta=0.5, **options)),
         lambda x, y: DPO[kind](0.5 * (x + 5), 0.5 * (y + 0.7)),

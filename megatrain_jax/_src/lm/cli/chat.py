@@ -44,6 +44,9 @@ def sampling_of(folder: Path, settings: ChatSettings) -> dict[str, Any]:
     with naming(str(path)):
         top_p = checks.number("top_p", found.pop("top_p", 1.0), least=0)
         temperature = checks.number("temperature", found.pop("temperature", 1.0), least=0)
+        min_p = checks.number("min_p", found.pop("min_p", 0.0), least=0)
+        penalty = found.pop("repetition_penalty", 1.0)
+        penalty = checks.number("repetition_penalty", penalty, above=0)
     temperature = temperature if found.pop("do_sample", False) else 0.0
     found = {n: x for n, x in found.items() if n not in _WITHOUT_EFFECT and not n.startswith("_")}
     if found:
@@ -55,6 +58,8 @@ def sampling_of(folder: Path, settings: ChatSettings) -> dict[str, Any]:
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": penalty,
         "seed": settings.seed,
     }
 

@@ -27,6 +27,10 @@ class GrpoSettings(run_settings.RunSettings, run_settings.AdapterSettings):
         temperature: Temperature of sampling.
         top_p: Tokens are drawn from the most likely ones with this probability together; 1 for all.
         top_k: Tokens are drawn from this number of the most likely ones; null for all.
+        min_p: Tokens are drawn from those with at least this fraction of the most likely one's
+            probability; 0 for all.
+        repetition_penalty: Divisor of the positive logits, and factor of the negative ones, of
+            tokens in the text so far; 1 for none.
         loss_type: Mean over tokens - grpo (of each completion first), dapo or bnpo (all tokens),
             dr_grpo (divided by the maximum length).
         epsilon: Relative change of a token's probability that is clipped.
@@ -61,6 +65,8 @@ class GrpoSettings(run_settings.RunSettings, run_settings.AdapterSettings):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
     epsilon: float = 0.2
     epsilon_high: float | None = None

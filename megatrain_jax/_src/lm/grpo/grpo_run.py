@@ -218,6 +218,8 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
             temperature=options.temperature,
             top_p=options.top_p,
             top_k=options.top_k,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
             stop=options.stop,
             seed=int(np.random.SeedSequence([options.seed, number]).generate_state(1)[0]),
             num_samples=options.num_generations,

@@ -78,6 +78,8 @@ class InferenceServer:
         temperature: float,
         top_p: float,
         top_k: int | None,
+        min_p: float,
+        repetition_penalty: float,
         stop: Collection[int | str] | None,
         seed: int,
         num_samples: int,
@@ -102,6 +104,8 @@ class InferenceServer:
             "temperature": temperature,
             "top_p": top_p,
             "top_k": -1 if top_k is None else top_k,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
             "stop": [x for x in stops if isinstance(x, str)],
             "stop_token_ids": [int(x) for x in stops if not isinstance(x, str)],
             "logprobs": 1,
@@ -121,7 +125,7 @@ class InferenceServer:
 
         # The first process asks, and the others get its answers.
         found = distributed.in_first(write, trainer)
-        restricted = top_p < 1 or top_k is not None
+        restricted = top_p < 1 or top_k is not None or min_p > 0 or repetition_penalty != 1
         return [
             _completion(number, prompts[number], sample, choice, restricted=restricted)
             for number, choices in enumerate(found)
@@ -187,7 +191,7 @@ def _completion(
 ) -> Completion:
     text, ids, logs, finish = choice
     log_probs = np.array(logs, np.float32)
-    # The server's log-probabilities are among all tokens, without `top_p` and `top_k`.
+    # The server's log-probabilities are among all tokens, before any restriction or penalty.
     drawn = np.full_like(log_probs, np.nan) if restricted else log_probs
     return Completion(
         prompt=prompt,

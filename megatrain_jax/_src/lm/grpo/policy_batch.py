@@ -13,7 +13,7 @@ from jaxtyping import Array
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.data.batches import pack, spread
 from megatrain_jax._src.lm.models.decoder import Decoder, WithReference, policy_of, token_log_probs
-from megatrain_jax._src.lm.models.generation.decoding import check_restriction
+from megatrain_jax._src.lm.models.generation.decoding import check_sampling
 from megatrain_jax._src.lm.models.generation.generate import Completion
 from megatrain_jax._src.lm.models.lora import without_lora
 from megatrain_jax._src.lm.objectives.policy_losses import LossType, ScaleRewards, policy_tokens
@@ -32,9 +32,11 @@ class GrpoOptions:
             `num_generations` rows.
         max_completion_length: Maximum number of tokens of a completion.
         temperature: Divisor of the logits, in sampling and in the loss; above 0.
-        top_p: See `models.generate`. As in TRL, `top_p` and `top_k` restrict only the sampling:
-            the loss has log-probabilities among all tokens.
+        top_p: See `models.generate`. As in TRL, this and the next three options change only the
+            sampling: the loss has log-probabilities among all tokens.
         top_k: See `models.generate`.
+        min_p: See `models.generate`.
+        repetition_penalty: See `models.generate`.
         stop: See `models.generate`.
         loss_type: See `losses.grpo`.
         epsilon: See `losses.grpo`.
@@ -64,6 +66,8 @@ class GrpoOptions:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     stop: Collection[int | str] | None = None
     loss_type: LossType = "dapo"
     epsilon: float = 0.2
@@ -83,7 +87,7 @@ class GrpoOptions:
         bounds: dict[str, Any] = {"num_generations": {"least": 2}, "temperature": {"above": 0}}
         bounds |= dict.fromkeys(("top_k", "log_completions"), {"least": 0})
         checks.numbers(self, GrpoOptions, **bounds, seed={"least": 0, "most": 2**32 - 1})
-        check_restriction(self.top_p, self.top_k)
+        check_sampling(self.top_p, self.top_k, self.min_p, self.repetition_penalty)
         for name, kinds in (("loss_type", LossType), ("scale_rewards", ScaleRewards)):
             checks.word(name, getattr(self, name), get_args(kinds))
         for weight in () if self.reward_weights is None else self.reward_weights:

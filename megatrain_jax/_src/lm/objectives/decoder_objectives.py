@@ -56,8 +56,8 @@ def dpo(
         before = _reference(reference, model, batch)
         ours = answer_log_probabilities(model, batch)
         columns = *_sides(ours), *_sides(before)
-        options = {"beta": beta, "label_smoothing": label_smoothing, "loss_type": loss_type}
-        loss = losses.dpo(*columns, **options, **_counted(batch))
+        options: dict[str, Any] = {"beta": beta, "label_smoothing": label_smoothing}
+        loss = losses.dpo(*columns, loss_type=loss_type, **options, **_counted(batch))
         return loss, _metrics(batch, beta * (ours - before))
 
     return loss_fn

@@ -35,8 +35,8 @@ from megatrain_jax._src.lm.models.generation.weight_source import LayerForm, Mod
 from megatrain_jax._src.lm.models.rotary import Rope, Rotation, rotation
 
 
-def check_restriction(top_p: Any, top_k: Any) -> None:
-    """Checks `top_p` and `top_k`; see `models.generate`.
+def check_sampling(top_p: Any, top_k: Any, min_p: Any, repetition_penalty: Any) -> None:
+    """Checks options of sampling; see `models.generate`.
 
     Raises:
         TypeError: If one is no number.
@@ -46,6 +46,9 @@ def check_restriction(top_p: Any, top_k: Any) -> None:
         raise ValueError(checks.refused("top_p", "at most 1", top_p))
     if top_k is not None:
         checks.integer("top_k", top_k, least=0, other=", or None")
+    if checks.number("min_p", min_p, least=0) > 1:
+        raise ValueError(checks.refused("min_p", "at most 1", min_p))
+    checks.number("repetition_penalty", repetition_penalty, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +59,15 @@ class SamplingKind:
         greedy: Whether the most likely token is taken.
         top_k: Number of tokens that can be drawn; None for all.
         has_top_p: Whether tokens outside the nucleus are left out.
+        has_min_p: Whether tokens far less likely than the most likely one are left out.
+        penalises: Whether tokens that are in the text already are made less likely.
     """
 
     greedy: bool
     top_k: int | None
     has_top_p: bool
+    has_min_p: bool = False
+    penalises: bool = False
 
 
 class SamplingParams(NamedTuple):
@@ -71,12 +78,16 @@ class SamplingParams(NamedTuple):
         top_p: Probability of the nucleus.
         key: The key of all draws.
         stops: Ids that end a text.
+        min_p: Least probability, as a fraction of the most likely token's.
+        repetition_penalty: Divisor of positive logits, and factor of negative ones.
     """
 
     temperature: Float[Array, ""]
     top_p: Float[Array, ""]
     key: Array
     stops: Int[Array, " stops"] | None = None
+    min_p: Float[Array, ""] | float = 0.0
+    repetition_penalty: Float[Array, ""] | float = 1.0
 
 
 class SampledTokens(NamedTuple):
@@ -100,6 +111,7 @@ def choose(
     sampling_params: SamplingParams,
     draws: tuple[Int[Array, " rows"], ...],
     sampling_kind: SamplingKind,
+    seen: Bool[Array, "rows vocab_size"] | None = None,
 ) -> SampledTokens:
     """Chooses the next token of each row.
 
@@ -109,14 +121,19 @@ def choose(
         draws: For each row, the numbers that identify its draw; they are folded into the key. So a
             draw doesn't depend on the rows beside it.
         sampling_kind: The kind of sampling.
+        seen: The tokens in each row's text, if repetition is penalised.
     """
-    logits = logits.astype(jnp.float32)
+    logits = scores = logits.astype(jnp.float32)
     plain = jax.nn.log_softmax(logits, axis=-1)
+    if sampling_kind.penalises:
+        assert seen is not None
+        penalty = sampling_params.repetition_penalty
+        scores = jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
     if sampling_kind.greedy:
-        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
         found = _at(plain, tokens)
         return SampledTokens(tokens, found, found, found)
-    warped = jax.nn.log_softmax(warp(logits, sampling_params, sampling_kind), axis=-1)
+    warped = jax.nn.log_softmax(warp(scores, sampling_params, sampling_kind), axis=-1)
 
     def draw(row: Array, *numbers: Array) -> Array:
         key = sampling_params.key
@@ -134,23 +151,28 @@ def warp(
     sampling_params: SamplingParams,
     sampling_kind: SamplingKind,
 ) -> Float[Array, "rows vocab_size"]:
-    """Returns the logits of the distribution that is drawn from: temperature, top-k, then top-p.
+    """Returns the logits of the distribution that is drawn from.
 
-    The order and the rules for ties are those of Transformers.
+    They are changed by temperature, top-k, top-p and min-p, in this order, which is Transformers',
+    as are the rules for ties.
     """
     scores = logits / sampling_params.temperature
     if sampling_kind.top_k is not None and sampling_kind.top_k < scores.shape[-1]:
         least = jax.lax.top_k(scores, sampling_kind.top_k)[0][:, -1:]
         scores = jnp.where(scores < least, -jnp.inf, scores)
-    if not sampling_kind.has_top_p:
-        return scores
-    order = jnp.argsort(scores, axis=-1)
-    ascending = jnp.take_along_axis(scores, order, axis=-1)
-    sums = jnp.cumsum(jax.nn.softmax(ascending, axis=-1), axis=-1)
-    # The most likely token always stays.
-    removed = (sums <= 1 - sampling_params.top_p).at[:, -1].set(False)
-    kept = jnp.where(removed, -jnp.inf, ascending)
-    return jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
+    if sampling_kind.has_top_p:
+        order = jnp.argsort(scores, axis=-1)
+        ascending = jnp.take_along_axis(scores, order, axis=-1)
+        sums = jnp.cumsum(jax.nn.softmax(ascending, axis=-1), axis=-1)
+        # The most likely token always stays.
+        removed = (sums <= 1 - sampling_params.top_p).at[:, -1].set(False)
+        kept = jnp.where(removed, -jnp.inf, ascending)
+        scores = jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
+    if sampling_kind.has_min_p:
+        odds = jax.nn.softmax(scores, axis=-1)
+        least = sampling_params.min_p * odds.max(axis=-1, keepdims=True)
+        scores = jnp.where(odds < least, -jnp.inf, scores)
+    return scores
 
 
 def _at(values: Float[Array, "rows vocab_size"], tokens: Int[Array, " rows"]) -> Array:
@@ -166,7 +188,7 @@ LENGTHENING = ("dynamic", "longrope")
 
 
 class TextRows(NamedTuple):
-    """The texts being written, one in each row; all arrays are (rows,).
+    """The texts being written, one in each row; all arrays but `seen` are (rows,).
 
     Attributes:
         tokens: The last token; no cache holds it yet.
@@ -179,6 +201,7 @@ class TextRows(NamedTuple):
         prompts: Number of the prompt.
         samples: Number of the sample of this prompt.
         advances: How much further positions of rotary embeddings go than `positions`, by images.
+        seen: The tokens in the text, if repetition is penalised; otherwise (rows, 0).
     """
 
     tokens: Int[Array, " rows"]
@@ -191,15 +214,16 @@ class TextRows(NamedTuple):
     prompts: Int[Array, " rows"]
     samples: Int[Array, " rows"]
     advances: Int[Array, " rows"]
+    seen: Bool[Array, "rows tokens"]
 
 
-def empty_rows(number: int) -> TextRows:
-    """Returns rows without texts, on the host."""
+def empty_rows(number: int, num_seen: int) -> TextRows:
+    """Returns rows without texts, on the host; `num_seen` is the width of `seen`."""
     flags = ("active", "stopped")
     arrays: Any = [
-        np.zeros(number, bool if name in flags else np.int32) for name in TextRows._fields
+        np.zeros(number, bool if name in flags else np.int32) for name in TextRows._fields[:-1]
     ]
-    return TextRows(*arrays)
+    return TextRows(*arrays, seen=np.zeros((number, num_seen), bool))  # type: ignore[arg-type]
 
 
 def rotations(
@@ -368,8 +392,10 @@ def chosen_tokens(
 ) -> tuple[TextRows, SampledTokens]:
     """Chooses each row's next token; returns the rows with it, and the tokens."""
     draws = rows.prompts, rows.samples, rows.written
-    chosen = choose(logits, sampling_params, draws, sampling_kind)
-    active = rows.active
+    chosen = choose(logits, sampling_params, draws, sampling_kind, rows.seen)
+    active, seen = rows.active, rows.seen
+    if sampling_kind.penalises:
+        seen = seen.at[jnp.arange(len(seen)), chosen.tokens].set(True)
     written, positions = rows.written + active, rows.positions + active
     ended = (chosen.tokens[:, None] == sampling_params.stops).any(-1)
     stopped = rows.stopped | (active & ended)
@@ -380,6 +406,7 @@ def chosen_tokens(
         written=written,
         stopped=stopped,
         active=active & going,
+        seen=seen,
     )
     return rows, chosen
 

@@ -34,7 +34,7 @@ from megatrain_jax._src.lm.models.generation.decoding import (
     TextRows,
     admitting,
     admitting_rows,
-    check_restriction,
+    check_sampling,
     empty_rows,
     shapes_of,
 )
@@ -112,6 +112,7 @@ class WritingTask:
         num_rows: Number of texts that are written at a time.
         pages: Numbers of the layers with caches in pinned host memory.
         size: Number of tokens of the longest text, prompt included, rounded up.
+        num_seen: Size of the vocabulary if repetition is penalised, or 0.
     """
 
     max_tokens: int
@@ -122,6 +123,7 @@ class WritingTask:
     num_rows: int
     pages: frozenset[int]
     size: int
+    num_seen: int
 
 
 class Batch:
@@ -146,7 +148,7 @@ class Batch:
         self._shapes = shapes_of(form, *weights)
         self._size = 0
         self._caches: list[Any] = []
-        self._rows = empty_rows(task.num_rows)
+        self._rows = empty_rows(task.num_rows, task.num_seen)
         self._texts: list[OpenText | None] = [None] * task.num_rows
 
     def write(self, texts: Sequence[OpenText]) -> None:
@@ -244,7 +246,7 @@ class Batch:
             self._caches[i] = cache
 
     def _new_rows(self, texts: Sequence[OpenText], count: int) -> TextRows:
-        rows = empty_rows(count)
+        rows = empty_rows(count, self._task.num_seen)
         ropes = [layer.rope for layer in self._form.layers if layer.rope]
         # Positions that change the wavelengths of all tokens, also of earlier ones.
         changes = [r.original_length or 0 for r in ropes if r.kind == LENGTHENING[1]]
@@ -256,12 +258,15 @@ class Batch:
             rows.pauses[i] = min((at for at in changes if at > position), default=_NEVER)
             rows.prompts[i], rows.samples[i] = text.prompt, text.sample
             rows.advances[i] = text.advance
+            if self._task.num_seen:
+                rows.seen[i, text.ids] = True
         return rows
 
     def _collect(self, new: SampledTokens) -> list[OpenText]:
         """Adds new tokens to their texts; returns texts that have to be prefilled again."""
         again, ended = [], []
-        rows, new = jax.device_get((self._rows, new))
+        # Without the tokens seen, which may be many.
+        rows, new = jax.device_get((self._rows._replace(seen=None), new))  # type: ignore[arg-type]
         for row, text in enumerate(self._texts):
             if text is None:
                 continue
@@ -367,8 +372,8 @@ class Completion:
             temperature and among all tokens, fp32. TRL computes these in training. At temperature 0
             they are `log_probs`.
         drawn_log_probs: Log-probability of each of them in the distribution that it was drawn from,
-            after temperature, `top_k` and `top_p`, fp32. These are the "processed" ones of vLLM. At
-            temperature 0 they are `log_probs`.
+            after `repetition_penalty`, temperature, `top_k`, `top_p` and `min_p`, fp32. These are
+            the "processed" ones of vLLM. At temperature 0 they are `log_probs`.
         finish: "stop" if a stop token or text ended it, "length" if `max_tokens` did.
     """
 
@@ -460,6 +465,8 @@ class Generator:
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int | None = None,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
         stop: Collection[int | str] | None = None,
         seed: int = 0,
         num_samples: int = 1,
@@ -473,7 +480,8 @@ class Generator:
         max_tokens = checks.integer("max_tokens", max_tokens)
         num_samples = checks.integer("num_samples", num_samples)
         max_batch = checks.integer("max_batch", max_batch)
-        sampling_kind, sampling_params = _sampling(temperature, top_p, top_k, seed)
+        given = {"min_p": min_p, "repetition_penalty": repetition_penalty}
+        sampling_kind, sampling_params = _sampling(temperature, top_p, top_k, seed, **given)
         config = self._source.config
         stops, ends = _stops(stop, self._tokenizer, self._source)
         shown = StopStrings(self._tokenizer, ends)
@@ -485,6 +493,7 @@ class Generator:
                 raise ValueError(checks.refused("prompts", f"ids {known}", max(ids)))
             _check_images(config.vision, ids, images)
         numbers = (max_tokens, num_samples, max_batch, seed, float(temperature), top_p, top_k)
+        numbers += tuple(given.values())
         ending = None if stop is None else sorted(map(repr, stop))
         pixels = [{name: x.tobytes() for name, x in images.items()} for _, images in opened]
         self._source.sharing.check_equal((rows, numbers, ending, pixels))
@@ -515,6 +524,7 @@ class Generator:
             num_rows=form.num_rows,
             pages=form.pages,
             size=size,
+            num_seen=config.vocab_size if sampling_kind.penalises else 0,
         )
         source = self._source
         kind = ResidentDecoding if form.resident else StreamedDecoding
@@ -601,6 +611,8 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int | None = None,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     stop: Collection[int | str] | None = None,
     seed: int = 0,
     num_samples: int = 1,
@@ -632,6 +644,11 @@ def generate(
         top_p: Tokens are drawn from the most likely ones with this probability together; 1 for all.
         top_k: Tokens are drawn from this number of the most likely ones, before `top_p`; None or 0
             for all.
+        min_p: Tokens are drawn from those with at least this fraction of the most likely one's
+            probability, after `top_p`; 0 for all.
+        repetition_penalty: Divisor of the positive logits, and factor of the negative ones, of
+            tokens that the prompt or the completion has already; 1 for none. It counts at
+            temperature 0, too.
         stop: Ids of tokens, and texts, that end a completion; None for the tokenizer's end-of-text
             token, the ones that the checkpoint names, and the ends of turns that a run has learned.
         seed: Seed of the draws. A draw depends on it, the number of the prompt, the number of the
@@ -683,20 +700,25 @@ def _check_count(num_samples: int, num_prompts: int, length: int) -> None:
 
 
 def _sampling(
-    temperature: Any, top_p: Any, top_k: Any, seed: Any
+    temperature: Any, top_p: Any, top_k: Any, seed: Any, min_p: Any, repetition_penalty: Any
 ) -> tuple[SamplingKind, SamplingParams]:
     temperature = checks.number("temperature", temperature, least=0)
-    check_restriction(top_p, top_k)
+    check_sampling(top_p, top_k, min_p, repetition_penalty)
     seed = checks.integer("seed", seed, least=0, most=2**32 - 1)
     greedy = temperature == 0
     sampling_kind = SamplingKind(
         greedy=greedy,
         top_k=None if greedy else top_k or None,
         has_top_p=top_p < 1 and not greedy,
+        has_min_p=min_p > 0 and not greedy,
+        penalises=repetition_penalty != 1,
     )
     # A smaller divisor may make logits infinite in fp32; this one draws the most likely token.
     numbers = np.float32(max(temperature, _LEAST_TEMPERATURE)), np.float32(top_p)
-    return sampling_kind, SamplingParams(*numbers, jax.random.key(seed))  # type: ignore[arg-type]
+    sampling_params = SamplingParams(*numbers, jax.random.key(seed))  # type: ignore[arg-type]
+    return sampling_kind, sampling_params._replace(
+        min_p=jnp.float32(min_p), repetition_penalty=jnp.float32(repetition_penalty)
+    )
 
 
 def _stops(stop: Any, tokenizer: Any, source: WeightSource) -> tuple[np.ndarray, list[str]]:
