@@ -1,5 +1,6 @@
 """The command `megatrain-jax finetune` on conversations with images."""
 
+import io
 import json
 from itertools import islice
 from typing import Any
@@ -53,6 +54,42 @@ def tune(given: Any, out: str, *options: str) -> int:
     paths = ["--model", given / "tiny", "--data", given / "rows.jsonl", "--out", given / out]
     sizes = ["--length", "64", "--batch", "2", "--steps", str(STEPS)]
     return main(["finetune", *map(str, paths), *sizes, *options])
+
+
+@pytest.mark.exhaustive
+def test_questions_about_images_are_answered_as_by_transformers(given, capsys, monkeypatch):
+    model: Any = transformers.Gemma3ForConditionalGeneration.from_pretrained(given / "tiny")
+    processor, folder = make_processor(), str(given / "tiny")
+
+    def answer(*messages: Any) -> str:
+        inputs = processor.apply_chat_template(
+            list(messages),
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        found = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        return processor.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    def question(text: str, *numbers: int) -> dict[str, Any]:
+        parts = [{"type": "image", "path": str(given / f"{number}.png")} for number in numbers]
+        return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+    images = f"[{given / '1.png'}, {given / '4.png'}]"
+    words = ["chat", folder, "--images", images, "--max-tokens", "6", "--temperature", "0"]
+    assert main([*words, "--prompt", "which digit"]) == 0
+    first = answer(question("which digit", 1, 4))
+    assert capsys.readouterr().out.split() == first.split() and first.strip()
+    monkeypatch.setattr("sys.stdin", io.StringIO("which digit\nand\n"))
+    assert main(words) == 0
+    said = {"role": "assistant", "content": [{"type": "text", "text": first}]}
+    second = answer(question("which digit", 1, 4), said, question("and"))
+    assert capsys.readouterr().out.split() == [*first.split(), *second.split()]
+    assert main(["chat", folder, "--images", "missing.png", "--prompt", "and"]) == 2
+    assert tells(capsys.readouterr().err, "missing.png")
+    assert main(["chat", folder, "--images", "1.png", "--library", "transformers"]) == 2
+    assert tells(capsys.readouterr().err, "`images`", "`library`")
 
 
 def test_a_run_is_that_of_transformers(given, capsys):

@@ -15,6 +15,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import as_value_errors, integer, naming, needing
 from megatrain_jax._src.lm.cli.errors import as_command_errors
 from megatrain_jax._src.lm.cli.plan_settings import ChatSettings, MergeSettings
+from megatrain_jax._src.lm.cli.run_settings import listed
 from megatrain_jax._src.lm.common import hf_folder
 from megatrain_jax._src.lm.common.adapter_layers import EMBEDDINGS, different_layers
 from megatrain_jax._src.lm.common.hub import CHECKPOINT_FILES, folder_or_download
@@ -23,7 +24,7 @@ from megatrain_jax._src.lm.common.prompts import prompt_ids
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 _HOLDS = f"a model ({_CONFIG}) or adapters ({_ADAPTER})"
 _NEEDS_TORCH = "chat needs PyTorch: pip install torch"
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 # Transformers' default of `top_k`, for a generation_config.json without it.
 _TOP_K = 50
 # Fields of generation_config.json without effect here; `generate` reads the stop ids itself.
@@ -73,15 +74,21 @@ def run(settings: ChatSettings) -> int:
     with as_command_errors():
         chat_model = open_chat_model(settings)
     system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+    images = [{"type": "image", "image": path} for path in listed(settings.images)]
     if settings.prompt is not None:
         with as_command_errors():
-            chat_model.answer([*system, {"role": "user", "content": settings.prompt}])
+            chat_model.answer([*system, _question(settings.prompt, images)])
         return 0
-    _converse(chat_model, system)
+    _converse(chat_model, system, images)
     return 0
 
 
-def _converse(chat_model: "ChatModel", messages: Messages) -> None:
+def _question(text: str, images: Messages) -> dict[str, Any]:
+    content = [*images, {"type": "text", "text": text}] if images else text
+    return {"role": "user", "content": content}
+
+
+def _converse(chat_model: "ChatModel", messages: Messages, images: Messages) -> None:
     """Answers questions until the input ends; an interrupted answer leaves no trace."""
     while True:
         try:
@@ -90,7 +97,7 @@ def _converse(chat_model: "ChatModel", messages: Messages) -> None:
             return
         if not question.strip():
             continue
-        asked = [*messages, {"role": "user", "content": question}]
+        asked = [*messages, _question(question, images)]
         try:
             answer = chat_model.answer(asked)
         except KeyboardInterrupt:
@@ -100,6 +107,7 @@ def _converse(chat_model: "ChatModel", messages: Messages) -> None:
             print(f"error: {error}", file=sys.stderr, flush=True)
             continue
         if chat_model.has_turns:
+            images = []
             messages = [*asked, {"role": "assistant", "content": answer}]
 
 
@@ -169,13 +177,27 @@ class ChatModel:
             )
 
 
+@dataclass(frozen=True)
 class JaxChatModel(ChatModel):
-    """A model in JAX, for those that this library knows."""
+    """A model in JAX, for those that this library knows.
+
+    Attributes:
+        processor: Folder of the processor of images, if there are some.
+    """
+
+    processor: Path | None
 
     def answer(self, messages: Messages) -> str:
         """See `ChatModel.answer`."""
-        ids = self.encoded(messages, lambda prompt: prompt_ids(prompt, self.tokenizer))
-        self.check_length(len(ids))
+        if self.processor is not None:
+            from megatrain_jax import data  # needs packages that chat alone does not
+
+            template = self.tokenizer.chat_template
+            (given,) = data.image_prompts([messages], self.processor, chat_template=template)
+            self.check_length(len(given["tokens"]))
+        else:
+            given = self.encoded(messages, lambda prompt: prompt_ids(prompt, self.tokenizer))
+            self.check_length(len(given))
         shown = ""
 
         def show(prompt: int, sample: int, text: str) -> None:
@@ -185,7 +207,7 @@ class JaxChatModel(ChatModel):
                 print(text[len(shown) :], end="", flush=True)
                 shown = text
 
-        (found,) = self.model.generate([ids], on_text=show, **self.options)
+        (found,) = self.model.generate([given], on_text=show, **self.options)
         print(found.text[len(shown) :], flush=True)
         return found.text
 
@@ -227,7 +249,8 @@ def open_chat_model(settings: ChatSettings) -> ChatModel:
     """
     # With a GPU, no second library is needed.
     may_be = settings.library is None and settings.device is None
-    tries_jax = settings.library == "jax" or (may_be and mt.this_machine() is not None)
+    needs_jax = settings.library == "jax" or bool(settings.images)
+    tries_jax = needs_jax or (may_be and mt.this_machine() is not None)
     if not tries_jax:
         _imported("torch", _NEEDS_TORCH)  # first, because the rest may take long
     transformers = _imported("transformers", 'chat needs pip install "megatrain-jax[finetune]"')
@@ -257,14 +280,16 @@ def open_chat_model(settings: ChatSettings) -> ChatModel:
         try:
             if has_adapters:
                 raise ValueError(
-                    f"`library`=jax answers with whole models, but {folder} has adapters: "
+                    f"this library answers with whole models, but {folder} has adapters: "
                     "`megatrain-jax merge` makes one of them"
                 )
             sampling = sampling_of(base, settings)
-            generator = models.Generator(models.load_pretrained(base), tokenizer=tokenizer)
-            return JaxChatModel(generator, tokenizer, _longest(base), sampling)
+            opened = models.load_pretrained(base, images=bool(settings.images))
+            generator = models.Generator(opened, tokenizer=tokenizer)
+            processor = base if settings.images else None
+            return JaxChatModel(generator, tokenizer, _longest(base), sampling, processor)
         except (TypeError, ValueError):
-            if settings.library == "jax":
+            if needs_jax:
                 raise
     torch = _imported("torch", _NEEDS_TORCH)
     with _without_warnings():

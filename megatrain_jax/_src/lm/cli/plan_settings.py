@@ -142,6 +142,8 @@ class ChatSettings(run_settings.Settings):
         prompt: A question to answer once, for scripts; default: questions are read from the
             terminal.
         system: A system message at the beginning.
+        images: Files of images that the first question is about. Answers are computed by this
+            library.
         max_tokens: Maximum number of tokens of an answer.
         temperature: Temperature of sampling, 0 for the most likely tokens; default: as the model's
             generation_config.json says.
@@ -155,6 +157,7 @@ class ChatSettings(run_settings.Settings):
     base: str | None = None
     prompt: str | None = None
     system: str | None = None
+    images: list[str] | str | None = None
     max_tokens: int = 512
     temperature: float | None = None
     seed: int = 0
@@ -171,6 +174,9 @@ class ChatSettings(run_settings.Settings):
         checks.path("model", self.model)
         if self.library == "jax" and self.device is not None:
             raise ValueError("`device` is a device of PyTorch: leave it out with `library`=jax")
+        if self.images and (self.library == "transformers" or self.device is not None):
+            other = "`device`" if self.device else "`library`=transformers"
+            raise ValueError(f"`images` are answered to by this library: leave {other} out")
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("`prompt` is empty")
 
