@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, PartitionSpec
 
 import megatrain_jax as mt
 import small
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.options.options import Options
+from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.loss.block_parts import num_groups
 from megatrain_jax._src.engine.program.trace_target import traced_for
 from megatrain_jax._src.engine.spec.block_splits import BlockSplit
@@ -87,3 +88,18 @@ def test_targets_within_each_other_differ_by_what_was_changed():
         60,
         60,
     ]
+
+
+def test_the_largest_mesh_is_that_of_any_equation():
+    def over(size):
+        mesh, spec = AbstractMesh((size,), ("x",)), PartitionSpec("x")
+        return jax.shard_map(jnp.tanh, mesh=mesh, in_specs=spec, out_specs=spec)
+
+    for function, expected in (
+        (jnp.tanh, None),
+        (lambda x: over(4)(over(2)(x)), 4),
+        (lambda x: over(2)(over(4)(x)), 4),
+        (lambda x: jax.jit(over(2))(x), 2),
+    ):
+        mesh = jx.largest_mesh(jax.make_jaxpr(function)(jnp.ones(8)).jaxpr)
+        assert (mesh and mesh.size) == expected

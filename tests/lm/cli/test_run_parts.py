@@ -54,13 +54,9 @@ def test_shapes_of_a_plan_are_those_of_batches_but_for_the_number_of_answers():
         ("kto", data.unpaired, single),
         ("reward", partial(data.preferences, margins=True), [pair | {"margin": 0.5}]),
     ):
-        settings = FinetuneSettings(
-            **GIVEN,
-            objective=objective,
-            length=96,
-            batch=3,
-            lora_rank=2 if objective != "reward" else None,
-        )
+        asked: Any = {"objective": objective, "length": 96, "batch": 3}
+        asked |= {} if objective == "reward" else {"lora_rank": 2}
+        settings = FinetuneSettings(**GIVEN, **asked)
         (batch,) = read(rows, tokenizer(), **options)
         found = shapes(settings)
         assert found.keys() == batch.keys()
@@ -71,6 +67,7 @@ def test_shapes_of_a_plan_are_those_of_batches_but_for_the_number_of_answers():
 
 def test_adapters_are_exported_unless_told_otherwise():
     given = GIVEN | {"rewards": "r.py:f", "steps": 1}
+    options: dict[str, Any]
     for options, exported in (({}, ["model"]), ({"lora_rank": 2}, ["adapter"])):
         assert [*GrpoSettings(**given, **options).exports] == exported
         assert [*FinetuneSettings(**GIVEN, **options).exports] == exported

@@ -85,7 +85,7 @@ def test_whole_conversations_are_learned_from_where_they_differ():
     }
     row["chosen"][1] = unlearned | {"content": "here"}
     for batch in load([row]):
-        said = [tokenizer().decode(batch["labels"][r][m]) for r, m in enumerate(batch["mask"])]
+        said: Any = [tokenizer().decode(batch["labels"][r][m]) for r, m in enumerate(batch["mask"])]
         assert "sat" in "".join(said) and "here" not in "".join(said)
     torn = [{"role": "user", "content": text} for text in ("a", "b")]
     row = {"prompt": torn, "chosen": [*torn, answer("x")], "rejected": [*torn, answer("y")]}

@@ -309,6 +309,9 @@ def test_tools_are_called_and_answer(tmp_path: Path):
     assert learned_text(line) == 'add({"x": 1})<|im_end|>two<|im_end|>'
     with refuses(data.DataError, "line 1:", "template", "tools"):
         single(tmp_path, row, chats.CHATML)
+    for tools in ("add", [{"name": "add"}, "add"], {"name": "add"}):
+        with refuses(data.DataError, "line 1:", "tools", "JSON"):
+            single(tmp_path, row | {"tools": tools}, template)
 
 
 def test_a_token_shared_with_the_prompt_is_counted_and_not_learned(tmp_path: Path):

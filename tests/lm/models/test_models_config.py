@@ -352,7 +352,7 @@ def test_stretched_wavelengths_are_those_of_transformers():
             "rope_type": "yarn",
             "rope_theta": rng.choice([100.0, 1e4, 1e6]),
             "factor": rng.choice([1.5, 4.0, 32.0]),
-            "original_max_position_embeddings": rng.choice([16, 512, 4096]),
+            "original_max_position_embeddings": rng.choice([16, 512, 4096, 2**20]),
             "beta_fast": rng.choice([8.0, 32.0]),
             # With 8, the ramp's ends may be one.
             "beta_slow": rng.choice([1.0, 2.5, 8.0]),
