@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatrain_jax._src.lm.models.export import save_pretrained
     from megatrain_jax._src.lm.models.generation.generate import Completion, Generator, generate
     from megatrain_jax._src.lm.models.generation.generation_memory import GenerationPlan
+    from megatrain_jax._src.lm.models.harness import lm_eval_model
     from megatrain_jax._src.lm.models.lora import Lora, lora, merge_lora, without_lora
     from megatrain_jax._src.lm.models.moe import Experts
     from megatrain_jax._src.lm.models.peft import load_lora, merge_adapter, save_lora
@@ -52,6 +53,7 @@ __all__ = [
     "classifier",
     "conversation_scores",
     "generate",
+    "lm_eval_model",
     "load_lora",
     "load_pretrained",
     "lora",
@@ -78,6 +80,7 @@ _NAMES = {
     "models.export": "save_pretrained",
     "models.generation.generate": "Completion Generator generate",
     "models.generation.generation_memory": "GenerationPlan",
+    "models.harness": "lm_eval_model",
     "models.lora": "Lora lora merge_lora without_lora",
     "models.moe": "Experts",
     "models.peft": "load_lora merge_adapter save_lora",

@@ -34,6 +34,7 @@ FINETUNE = ROOT / "docs" / "notebooks" / "finetune.ipynb"
 WITH_CHECKPOINT = {
     "README.md",
     "adapters.md",
+    "after_training.md",
     "chat.md",
     "data.md",
     "finetuning.md",
