@@ -4,12 +4,14 @@ Usage: ending.py INDEX COUNT ADDRESS VICTIM EVENT FOLDER CHECKPOINTS. A file FOL
 tells that the process has come to the event, which is what the victim does at its sixth batch:
 "stuck" waits for data, "busy" does so where Python's handlers of signals don't run, "stop" stops
 itself, "kill" kills itself, "error" raises an error, as a callback does with "callback" for step 4,
-"late" calls `fit` late, "slow" does nothing. All others go on slowly. With "none", all go on fast,
+"late" calls `fit` late, "slow" does nothing. "midstep" kills itself instead of computing its fifth
+step, for which all others wait in JAX. All others go on slowly. With "none", all go on fast,
 and the first process leaves the final parameters in FOLDER/final.npz. All state rests in the folder
 DISK, a variable of the environment, if there is one.
 """
 
 import ctypes
+import itertools
 import os
 import signal
 import sys
@@ -17,11 +19,13 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import optax
 
 import megatrain_jax as mt
+from megatrain_jax._src.engine.runtime.engine import Engine
 from megatrain_jax._src.engine.state import processes
 
 STOPS = 6
@@ -69,6 +73,16 @@ def main() -> None:
         if own == "callback" and record["step"] == 4:
             raise OSError("a callback of this process alone")
 
+    if own == "midstep":
+        train, steps = Engine.train, itertools.count(1)
+
+        def killed(engine: Engine, *given: Any) -> Any:
+            if next(steps) == STOPS - 1:
+                (folder / f"reached-{index}").touch()
+                act("kill")
+            return train(engine, *given)
+
+        Engine.train = killed  # type: ignore[method-assign]
     place, disk = nullcontext(), os.environ.get("DISK")
     if disk:
         from disks import state_on_disk  # which imports pytest

@@ -191,6 +191,21 @@ def test_a_process_that_is_lost_ends_all_others(tmp_path, count, victim, event, 
 
 
 @each_case
+def test_a_process_that_is_killed_while_others_wait_for_it_in_jax_ends_them(
+    tmp_path, count, victim
+):
+    """Those that JAX has told of a lost connection may be named, instead of the lost process."""
+    runs = Runs(tmp_path, count, victim)
+    found = runs.run("midstep")
+    for i, printed in enumerate(found.printed):
+        if i != victim:
+            assert found.statuses[i] == 1, printed
+            assert re.search(r"process \d", last_error(printed)), printed
+    assert found.steps[-1] >= 2
+    runs.check_resumed()
+
+
+@each_case
 @pytest.mark.parametrize("event", ["stop", "busy"])
 def test_sigterm_ends_all_but_a_process_that_can_not_be_interrupted(tmp_path, count, victim, event):
     runs = Runs(tmp_path, count, victim)

@@ -344,6 +344,21 @@ def test_a_process_that_waits_in_jax_for_a_lost_peer_is_ended_late(in_jax, notic
     assert processes.unreachable == found
 
 
+def test_a_process_that_can_not_tell_its_peers_of_its_end_is_ended(monkeypatch):
+    board, ended = FakeBoard(), []
+    processes = processes_of(board)
+    monkeypatch.setattr(processes, "_end_at_once", lambda: ended.append(True))
+
+    def write(key: str, text: bytes) -> None:
+        processes.give_up("JAX's service is gone")
+        present(processes).clock.seconds += of_processes._SECONDS_TO_NOTICE + 1
+        processes._judge()
+
+    monkeypatch.setattr(board, "write", write)
+    processes.leave("an error")
+    assert ended
+
+
 def test_the_seconds_of_all_waits_are_counted(monkeypatch):
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks), monotonic=time.monotonic)

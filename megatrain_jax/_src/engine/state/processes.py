@@ -180,7 +180,9 @@ class Processes:
             PeerEndedError: If they can't be reached.
         """
         if self.count > 1:
-            self._send({"left": why, "signal": signal})
+            # JAX may wait forever for a service that is gone.
+            with doing("telling the other processes of its end"):
+                self._send({"left": why, "signal": signal})
 
     def begin_run(self) -> None:
         """Takes back what `hurry` and `lose` have told, for one more run in this process."""
