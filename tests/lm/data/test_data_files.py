@@ -346,7 +346,7 @@ def test_a_time_that_python_can_not_represent_is_one_row(tmp_path: Path):
 
 def test_prompts_that_no_template_could_show_are_named(tmp_path: Path):
     bad = [[5, Q], [{"role": "user", "content": 5}], [-1], "\ud800"]
-    good = [{"prompt": "a"}, {"prompt": [Q]}, {"prompt": [1, 2]}]
+    good = [{"prompt": "a"}, {"prompt": [Q]}, {"prompt": [1, 0, 2]}]
     path = write(tmp_path / "a.jsonl", good)
     path.write_text(path.read_text() + "".join(json.dumps({"prompt": one}) + "\n" for one in bad))
     with pytest.raises(data.DataError, match=f"{path}, line 4: "):
