@@ -67,12 +67,10 @@ def test_continuations_are_scored_as_by_whole_forwards(monkeypatch: pytest.Monke
 
 
 def test_results_are_those_of_the_harness_s_own_model(tmp_path):
-    pytest.importorskip(
-        "lm_eval", reason="compared with lm-evaluation-harness: pip install lm_eval"
-    )
+    needs = "compared with lm-evaluation-harness: pip install lm_eval"
+    instance = pytest.importorskip("lm_eval.api.instance", reason=needs).Instance
+    model_of = pytest.importorskip("lm_eval.models.huggingface", reason=needs).HFLM
     import torch
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
 
     from chats import tokenizer
     from families import make_torch, save
@@ -86,11 +84,11 @@ def test_results_are_those_of_the_harness_s_own_model(tmp_path):
     pretrained = models.load_pretrained(save(model, tmp_path / "model"))
     trainer = trainer_of(pretrained.model, pretrained.params)
     ours = models.lm_eval_model(trainer, words, batch_size=4, max_length=32)
-    theirs = HFLM(model, tokenizer=words, batch_size=2, max_length=32, device="cpu")
+    theirs = model_of(model, tokenizer=words, batch_size=2, max_length=32, device="cpu")
 
     def asked(kind: str, *each: Any) -> list[Any]:
         return [
-            Instance(request_type=kind, doc={}, arguments=args, idx=i)  # type: ignore[arg-type]
+            instance(request_type=kind, doc={}, arguments=args, idx=i)
             for i, args in enumerate(each)
         ]
 
