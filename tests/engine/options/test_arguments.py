@@ -381,6 +381,12 @@ def test_public_names_of_other_libraries_say_the_ones_that_were_meant(
     assert not hasattr(module, "_mine")
 
 
+@pytest.mark.parametrize("given", [(("a", "int8"), "b"), ("b", ("a", "int8"))])
+def test_a_codec_by_path_needs_a_path_for_each(given: Any):
+    with refuses(ValueError, "state", "int8"):
+        mt.Precision(state=given)
+
+
 def test_every_public_function_hints_at_a_misspelt_argument():
     check_hints(mt)
 
