@@ -422,18 +422,6 @@ def test_scores_of_deepseek_grow_twice_with_stretched_wavelengths():
     assert config.attention_scale == pytest.approx((128 + 64) ** -0.5 * growth**2)
 
 
-@pytest.mark.parametrize(
-    ("family", "more"),
-    [
-        ("lfm2", {"block_dim": 64, "conv_dim_out": 64, "num_heads": 4, "block_norm_eps": 1e-3}),
-        ("lfm2", {"conv_use_xavier_init": True, "block_out_init_scale": 2.0}),
-    ],
-)
-def test_fields_that_transformers_does_not_read_have_no_effect(family, more):
-    values = SIZES | {"model_type": family}
-    assert DecoderConfig.from_hf(values | more) == DecoderConfig.from_hf(values)
-
-
 @pytest.mark.parametrize("limit", [0.5, 30.0])
 def test_a_limit_of_logits_may_be_any_positive_number(limit):
     for family in ("gemma2", "gemma3_text"):
