@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,7 +19,9 @@ from inside import spec_of
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers import known
+from megatrain_jax._src.engine.program.layers.blocks import Leaf
 from megatrain_jax._src.engine.program.layers.sliced_values import selector
+from megatrain_jax._src.engine.program.loss.stage_warnings import uncut_stack_warnings
 from megatrain_jax._src.engine.program.loss.trace import cut_loss, leaves_of, trace_loss
 from messages import refuses, tells
 
@@ -544,3 +547,19 @@ def test_a_number_that_depends_on_data_is_no_counter(step: Any, counts: bool):
     integers = [v.aval.ndim == 0 for v in eqn.invars]
     assert sum(stacked) == sum(integers) == 1
     assert known.reads_by_counter(eqn, stacked, integers) is counts
+
+
+@pytest.mark.parametrize("reason", ["partial", "remade"])
+def test_stacks_in_blocks_are_cut_along_another_list(reason):
+    def leaf(parameter, block):
+        path = (f"layers_{parameter}", "w")
+        return Leaf(
+            path=path, parameter=parameter, index=(), shape=(4, 8), dtype="float32", block=block
+        )
+
+    none = {"mixed": {}, "partial": set(), "remade": set(), "looped": set(), "stacks": []}
+    stacks: Any = SimpleNamespace(**none | {reason: {0, 1}})
+    leaves = [leaf(0, ("layers_0",)), leaf(1, None)]
+    (said,) = uncut_stack_warnings(stacks, leaves)
+    assert "layers_1/w" in said and "layers_0" not in said
+    assert uncut_stack_warnings(stacks, leaves[:1]) == []
