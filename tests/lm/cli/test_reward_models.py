@@ -29,6 +29,9 @@ def test_families_have_the_classes_of_transformers():
     assert found == {
         name: None if family.multimodal else known.get(name) for name, family in FAMILIES.items()
     }
+    known = modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+    for name, family in FAMILIES.items():
+        assert family.tagger_class == (None if family.multimodal else known.get(name)), name
 
 
 def with_parameters(scorer: models.Pretrained) -> models.Decoder:
@@ -88,6 +91,34 @@ def test_a_classifier_of_transformers_is_read_and_keeps_its_head(num_labels, tmp
         objectives.reward()(with_parameters(read), batch)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "phi", "qwen2"])  # capped, with a biased head, tied
+def test_a_classifier_of_tokens_is_transformers_own_in_both_directions(name, tmp_path):
+    read = models.load_pretrained(save(make_torch(name), tmp_path / "base"))
+    fresh = models.classifier(read, ["place", "person", "other"], of_tokens=True, seed=1)
+    models.save_pretrained(with_parameters(fresh), tmp_path / "tagger")
+    theirs = transformers.AutoModelForTokenClassification.from_pretrained(
+        tmp_path / "tagger", dtype=torch.float32
+    ).eval()
+    assert theirs.config.label2id["person"] == 1 and not theirs.score.bias.any()
+    with torch.no_grad():
+        theirs.score.bias += torch.arange(3)
+    again = models.load_pretrained(save(theirs, tmp_path / "theirs"))
+    kept = models.classifier(again, ["place", "person", "other"], of_tokens=True)
+    own = models.load_pretrained(tmp_path / "tagger")
+    tokens = np.random.default_rng(0).integers(4, 60, (2, 10)).astype(np.int32)
+    segments = np.ones_like(tokens)
+    segments[0, 6:] = 0
+    with torch.no_grad():
+        there = torch.tensor(segments)
+        expected = theirs(torch.tensor(tokens).long(), attention_mask=there).logits.numpy()
+    seen = segments > 0
+    for found, change in ((again, 0), (kept, 0), (fresh, np.arange(3)), (own, np.arange(3))):
+        ours = with_parameters(found)(tokens, None, segments) + change
+        np.testing.assert_allclose(ours[seen], expected[seen], rtol=2e-5, atol=5e-6)
+    with refuses(ValueError, "`of_tokens`", True, False):
+        models.classifier(again, ["place", "person", "other"])
+
+
 def test_the_head_s_inputs_are_the_hidden_states_of_transformers(tmp_path):
     theirs = make_torch("qwen2")
     model = with_parameters(models.load_pretrained(save(theirs, tmp_path)))
@@ -106,6 +137,8 @@ def test_mistakes_are_named(tmp_path):
     pretrained = models.load_pretrained(save(make_torch("granite"), tmp_path / "base"))
     with refuses(ValueError, "granite", "Transformers"):
         models.reward_model(pretrained)
+    with refuses(ValueError, "granite", "token"):
+        models.classifier(pretrained, ["a", "b"], of_tokens=True)
     with refuses(TypeError, "`pretrained`", "load_pretrained"):
         models.reward_model(pretrained.model)  # type: ignore[arg-type]
     read = models.load_pretrained(save(make_torch("qwen2"), tmp_path / "qwen2"))

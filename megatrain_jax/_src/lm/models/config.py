@@ -35,9 +35,15 @@ FAMILIES = {family.model_type: family for family in sorted(_FOUND, key=lambda x:
 _TWO_LABELS = {"0": "LABEL_0", "1": "LABEL_1"}
 
 
-def as_scorer(num_labels: int) -> dict[str, Any]:
-    """The arguments of `DecoderConfig` that a class for sequence classification changes."""
-    return {"scores": num_labels, "logit_scale": 1.0, "head_bias": False, "final_softcap": None}
+def as_scorer(num_labels: int, *, of_tokens: bool = False) -> dict[str, Any]:
+    """The arguments of `DecoderConfig` that a class for classification changes.
+
+    Args:
+        num_labels: Number of labels.
+        of_tokens: Whether the class is for token classification, whose head has a bias.
+    """
+    changes = {"logit_scale": 1.0, "head_bias": of_tokens, "final_softcap": None}
+    return {"scores": num_labels, **changes}
 
 
 def read_vision(config: Mapping[str, Any]) -> VisionConfig:
@@ -111,14 +117,16 @@ def read_config(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, 
     fields = Fields(config, ignore)
     names = fields.listed("architectures", str, "names") or []
     # A classifier on the same body has a different head, and no logits of tokens.
-    scores = len(config.get("id2label", _TWO_LABELS)) if names == [family.scorer_class] else 0
+    is_scorer = names in ([family.scorer_class], [family.tagger_class])
+    scores = len(config.get("id2label", _TWO_LABELS)) if is_scorer else 0
     others = [n for n in names if n != family.architecture and not scores]
     if others:
         raise ValueError(
             f"`architectures` = {some(others)} isn't supported; of {name}, {family.architecture} is"
         )
     arguments = family.read(fields)
-    return arguments | as_scorer(scores) if scores else arguments
+    of_tokens = names == [family.tagger_class]
+    return arguments | as_scorer(scores, of_tokens=of_tokens) if scores else arguments
 
 
 # Where a configuration of several parts may have its decoder's, in Transformers' order.

@@ -76,7 +76,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([layer(config, i, make) for i in range(config.num_layers)])
         self.norm = make_norm(config.hidden_size, config, make)
         if config.scores:
-            self.score = Linear(config.hidden_size, config.scores, make)
+            self.score = Linear(config.hidden_size, config.scores, make, bias=config.head_bias)
         elif not config.tie_embeddings:
             bias = config.head_bias
             self.lm_head = Linear(config.hidden_size, config.vocab_size, make, bias=bias)
@@ -238,11 +238,10 @@ class Decoder(nnx.Module):
         With scores it has a row for each. It is as wide as `hidden`: if the head has a bias, that
         is the last column.
         """
-        if self.config.scores:
-            return self.score.weight[...]
-        if self.config.tie_embeddings:
+        if self.config.tie_embeddings and not self.config.scores:
             return self.embed_tokens.weight[...]
-        weight, bias = self.lm_head.weight[...], self.lm_head.bias
+        head = self.score if self.config.scores else self.lm_head
+        weight, bias = head.weight[...], head.bias
         return weight if bias is None else jnp.concatenate([weight, bias[...][:, None]], axis=1)
 
 

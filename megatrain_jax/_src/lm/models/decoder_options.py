@@ -215,7 +215,7 @@ class DecoderOptions:
                 )
         if self.fused and (self.qkv_bias or self.mlp_bias):
             raise ValueError("`fused` products have no bias")
-        if self.head_bias and self.tie_embeddings:
+        if self.head_bias and self.tie_embeddings and not self.scores:
             raise ValueError("a head with `head_bias` can't be the embedding, as `tie_embeddings`")
 
     def _check_types(self) -> None:

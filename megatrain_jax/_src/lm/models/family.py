@@ -26,6 +26,8 @@ class Family:
         architecture: The Transformers class of its checkpoints.
         scorer: The Transformers class for sequence classification; None if there is none. Empty for
             the usual name, such as LlamaForSequenceClassification.
+        has_tagger: Whether Transformers has a class for token classification, of the usual name;
+            None if it has one exactly if it has one for sequence classification.
         neutral: Fields that have no effect with this value, and are refused with any other one. Any
             field that is empty or off has none, and needs no entry.
         unread: Names of fields that have no effect, because Transformers doesn't read them or for
@@ -64,6 +66,7 @@ class Family:
     model_type: str
     architecture: str
     scorer: str | None = ""
+    has_tagger: bool | None = None
     neutral: Mapping[str, Any] = field(default_factory=dict)
     unread: str = ""
     sizes: Mapping[str, Any] | Callable[[Fields], Mapping[str, Any]] = field(default_factory=dict)
@@ -94,6 +97,13 @@ class Family:
         """The Transformers class that scores sequences with the decoder; None if there is none."""
         usual = self.architecture.replace("ForCausalLM", "ForSequenceClassification")
         return usual if self.scorer == "" else self.scorer
+
+    @property
+    def tagger_class(self) -> str | None:
+        """The Transformers class that scores each token with the decoder; None if there is none."""
+        there = self.scorer is not None if self.has_tagger is None else self.has_tagger
+        usual = self.architecture.replace("ForCausalLM", "ForTokenClassification")
+        return usual if there else None
 
     def keeps(self, name: str, num_layers: int, unread: tuple[str, ...]) -> bool:
         """Whether a tensor with this name is kept beside a decoder.

@@ -348,6 +348,7 @@ def classifier(
     pretrained: Pretrained,
     labels: Sequence[str],
     *,
+    of_tokens: bool = False,
     pad_token_id: int | None = None,
     seed: int = 0,
 ) -> Pretrained:
@@ -360,6 +361,10 @@ def classifier(
     Args:
         pretrained: The checkpoint; a head with as many scores that it has already is kept.
         labels: The labels' names, for `config.json`.
+        of_tokens: Whether each token has labels, not a whole text: `model(tokens, None, segments)`
+            are the scores (rows, length, labels), the head has a bias, and the export is for
+            `AutoModelForTokenClassification`. Transformers trains with dropout of a tenth of the
+            head's inputs, and this doesn't.
         pad_token_id: The padding token, without a score; None for the one in `config.json`.
             Transformers needs one for batches of several rows.
         seed: Seed of the fresh head.
@@ -367,19 +372,23 @@ def classifier(
     Raises:
         TypeError: If an argument has a wrong type.
         ValueError: If Transformers has no such class for the family, labels repeat or are missing,
-            the checkpoint scores another number of labels, or the token is out of range.
+            the checkpoint scores another number of labels, or texts instead of tokens or the
+            reverse, or the token is out of range.
     """
     checks.instance("pretrained", pretrained, Pretrained, "of load_pretrained")
     config, seed = pretrained.config, checks.integer("seed", seed, least=0)
     names = [labels] if isinstance(labels, str) else list(labels)
     if not names or not all(isinstance(x, str) for x in names) or len({*names}) < len(names):
         raise ValueError(checks.refused("labels", "names, each once", labels))
-    scorer = family_of(config).scorer_class
+    of_tokens, family = checks.boolean("of_tokens", of_tokens), family_of(config)
+    scorer = family.tagger_class if of_tokens else family.scorer_class
     if scorer is None:
         raise ValueError(
-            f"`pretrained` is a {config.family}, for which Transformers has no class for sequence "
-            "classification that would load the result"
+            f"`pretrained` is a {config.family}, for which Transformers has no class for "
+            f"{'token' if of_tokens else 'sequence'} classification that would load the result"
         )
+    if config.scores and config.head_bias != of_tokens:
+        raise ValueError(checks.refused("of_tokens", f"{config.head_bias}, as saved", of_tokens))
     if config.scores not in (None, len(names)):
         raise ValueError(f"`pretrained` scores {config.scores} labels, not the {len(names)} given")
     original = json.loads(config.original or "{}")
@@ -397,7 +406,10 @@ def classifier(
         shape = (len(names), config.hidden_size)
         draws = np.random.default_rng(seed).normal(0, config.init_std, shape)
         params["score"] = {"weight": draws.astype(np.float32)}
-    config = replace(config, **as_scorer(len(names)), original=json.dumps(original))
+        if of_tokens:
+            params["score"] |= {"bias": np.zeros(len(names), np.float32)}
+    changes = as_scorer(len(names), of_tokens=of_tokens)
+    config = replace(config, **changes, original=json.dumps(original))
     return with_config(replace(pretrained, params=params), config)
 
 

@@ -629,6 +629,7 @@ def _deepseek_v2(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
+    has_tagger=False,
     neutral={"moe_layer_freq": 1, "scoring_func": "softmax", "rope_interleave": True},
     unread=DEEPSEEK_V3.unread,
     sizes=_latent_sizes,

@@ -486,6 +486,7 @@ def _hunyuan(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 HUNYUAN_V1_DENSE = Family(
     model_type="hunyuan_v1_dense",
     architecture="HunYuanDenseV1ForCausalLM",
+    has_tagger=False,
     neutral={
         "use_qk_norm": True,
         "pretraining_tp": 1,
@@ -547,6 +548,7 @@ APERTUS = Family(
     model_type="apertus",
     architecture="ApertusForCausalLM",
     scorer=None,
+    has_tagger=True,
     neutral={"qk_norm": True, "hidden_act": "xielu"},
     sizes={"eps": 1e-5, "activation": "silu"},
     rope=_stretched_rope(12_000_000.0, 8.0),
@@ -579,6 +581,7 @@ class WideNormAttention(Attention):
 OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
+    has_tagger=False,
     sizes={"eps": 1e-5},
     always={"output_norms": True, "attention": WideNormAttention},
 )

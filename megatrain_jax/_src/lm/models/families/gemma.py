@@ -211,6 +211,7 @@ GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     scorer="Gemma3TextForSequenceClassification",
+    has_tagger=False,
     sizes={**_GEMMA_SIZES, "vocab_size": 262_208, "num_attention_heads": 8},
     rope=None,
     always={**GEMMA2.always, "qk_norm": True},

@@ -271,6 +271,7 @@ QWEN3_5_TEXT = replace(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     scorer="Qwen3_5TextForSequenceClassification",
+    has_tagger=False,
     neutral={
         "attn_output_gate": True,
         "output_gate_type": "swish",
