@@ -373,7 +373,7 @@ def test_stretched_wavelengths_are_those_of_transformers():
     [
         ({"model_type": None}, "`model_type` = None"),
         ({"model_type": ["llama"]}, "`model_type` = .*llama"),
-        ({"architectures": ["LlamaForQuestionAnswering"]}, "LlamaForTokenClassification"),
+        ({"architectures": ["LlamaForQuestionAnswering"]}, "LlamaForQuestionAnswering"),
         ({"attention_dropout": 0.1}, "`attention_dropout` = 0.1"),
         ({"quantization_config": {"bits": 4}}, "`quantization_config`"),
         ({"pretraining_tp": 2}, "`pretraining_tp` = 2"),
