@@ -83,7 +83,7 @@ def image_prompt(
     """
     row, given = replace_images({"messages": list(messages)})
     turns = read_turns("messages", row["messages"])
-    check_places(Conversation(turns.messages, turns.learned, None, [], []), given)
+    check_places(Conversation(turns.messages, turns.learned, None, set(), set()), given)
     images = [to_reference(image, folder, origin, processor, whole=True) for image in given]
     counts = iter(images)
     text = template.prompt([_counted(message, counts) for message in turns.messages])
