@@ -94,10 +94,10 @@ EXACT: dict[str, Any] = {
 
 
 @functools.lru_cache(maxsize=2)  # batches of one shape follow each other
-def compiled(objective: Any, config: Any, microbatches: int) -> tuple[Any, Any]:
+def compiled(objective: Any, config: Any, rows: int) -> tuple[Any, Any]:
     """A loss with its gradients as a function of parameters and a batch; and the parameters."""
     graph, params = nnx.split(models.Decoder(config, rngs=nnx.Rngs(0)))
-    loss = counted(objective, microbatches)
+    loss = counted(objective, rows)
 
     def plain(params, batch):
         return loss(nnx.merge(graph, params), batch)
@@ -107,7 +107,7 @@ def compiled(objective: Any, config: Any, microbatches: int) -> tuple[Any, Any]:
 
 def gradients_of(objective: Any, config: Any, batch: Any, microbatches: int) -> Any:
     """Loss, metrics and gradients of a step, as means over microbatches."""
-    compute, params = compiled(objective, config, microbatches)
+    compute, params = compiled(objective, config, len(batch["tokens"]))
     cut = {name: np.split(array, microbatches) for name, array in batch.items()}
     parts = [{name: part[i] for name, part in cut.items()} for i in range(microbatches)]
     found = [compute(params, part) for part in parts]
