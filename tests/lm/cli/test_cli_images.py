@@ -86,8 +86,9 @@ def test_questions_about_images_are_answered_as_by_transformers(given, capsys, m
     said = {"role": "assistant", "content": [{"type": "text", "text": first}]}
     second = answer(question("which digit", 1, 4), said, question("and"))
     assert capsys.readouterr().out.split() == [*first.split(), *second.split()]
-    assert main(["chat", folder, "--images", "missing.png", "--prompt", "and"]) == 2
-    assert tells(capsys.readouterr().err, "missing.png")
+    for more in (["--prompt", "and"], []):
+        assert main(["chat", folder, "--images", "missing.png", *more]) == 2
+        assert tells(capsys.readouterr().err, "`images`", "missing.png")
     assert main(["chat", folder, "--images", "1.png", "--library", "transformers"]) == 2
     assert tells(capsys.readouterr().err, "`images`", "`library`")
 

@@ -79,6 +79,9 @@ def run(settings: ChatSettings) -> int:
         with as_command_errors():
             chat_model.answer([*system, _question(settings.prompt, images)])
         return 0
+    if isinstance(chat_model, JaxChatModel) and images:
+        with as_command_errors():  # before a question is typed
+            chat_model.rendered([*system, _question("?", images)])
     _converse(chat_model, system, images)
     return 0
 
@@ -187,17 +190,25 @@ class JaxChatModel(ChatModel):
 
     processor: Path | None
 
+    def rendered(self, messages: Messages) -> dict[str, Any]:
+        """Returns messages as a prompt with ids, and images if there are some.
+
+        Raises:
+            ValueError: If they can't be rendered, or an image can't be read.
+        """
+        if self.processor is None:
+            ids = self.encoded(messages, lambda prompt: prompt_ids(prompt, self.tokenizer))
+            return {"tokens": ids}
+        from megatrain_jax import data  # needs packages that chat alone does not
+
+        with naming("`images`"):
+            options = {"chat_template": self.tokenizer.chat_template}
+            return data.image_prompts([messages], self.processor, **options)[0]
+
     def answer(self, messages: Messages) -> str:
         """See `ChatModel.answer`."""
-        if self.processor is not None:
-            from megatrain_jax import data  # needs packages that chat alone does not
-
-            template = self.tokenizer.chat_template
-            (given,) = data.image_prompts([messages], self.processor, chat_template=template)
-            self.check_length(len(given["tokens"]))
-        else:
-            given = self.encoded(messages, lambda prompt: prompt_ids(prompt, self.tokenizer))
-            self.check_length(len(given))
+        given = self.rendered(messages)
+        self.check_length(len(given["tokens"]))
         shown = ""
 
         def show(prompt: int, sample: int, text: str) -> None:

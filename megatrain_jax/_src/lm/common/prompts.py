@@ -11,7 +11,7 @@ from megatrain_jax._src.common.outside import check_text, naming
 
 _PROMPTS = "a sequence of prompts: texts, messages or token ids"
 # The arrays of a prompt that hold its images.
-_IMAGES = ("pixel_values", "image_grid_thw")
+_IMAGES = {"pixel_values": np.float32, "image_grid_thw": np.int32}
 _TOKENIZER = "anything with `encode` and `decode`, such as a tokenizer of Transformers"
 
 
@@ -55,18 +55,21 @@ def prompt_ids(prompt: Any, tokenizer: Any) -> list[int]:
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _chat_ids(prompt, tokenizer)
     else:
         ids = prompt
-    rows = [checks.integer("prompts", i, least=0) for i in ids] if np.ndim(ids) == 1 else None
-    if rows is None:
+    if isinstance(prompt, Mapping):
         hint = "messages are one prompt: pass a list of such lists"
-        is_message = isinstance(prompt, Mapping)
-        raise TypeError(checks.refused("prompts", _PROMPTS, prompt, hint if is_message else ""))
+        if "role" not in prompt:
+            hint = "data.image_prompts makes prompts with images, with their ids in `tokens`"
+        raise TypeError(checks.refused("prompts", _PROMPTS, dict(prompt), hint))
+    if np.ndim(ids) != 1:
+        raise TypeError(checks.refused("prompts", _PROMPTS, prompt))
+    rows = [checks.integer("prompts", i, least=0) for i in ids]
     if not rows:
         raise ValueError(checks.refused("prompts", "of one token at least each", prompt))
     return rows
 
 
 def ids_and_images(prompt: Any, tokenizer: Any) -> tuple[list[int], dict[str, np.ndarray]]:
-    """Returns the token ids of a prompt, and the arrays of its images.
+    """Returns the token ids of a prompt, and the arrays of its images, in float32 and int32.
 
     Args:
         prompt: See `prompt_ids`; or a mapping with ids in `tokens`, and the arrays of images.
@@ -78,7 +81,16 @@ def ids_and_images(prompt: Any, tokenizer: Any) -> tuple[list[int], dict[str, np
     """
     if not isinstance(prompt, Mapping) or "tokens" not in prompt:
         return prompt_ids(prompt, tokenizer), {}
-    images = {name: np.asarray(prompt[name]) for name in _IMAGES if name in prompt}
+    images = {}
+    for name, dtype in _IMAGES.items():
+        array = None if prompt.get(name) is None else np.asarray(prompt[name])
+        if array is None:
+            continue
+        # As processors make them; other dtypes, such as uint8, are pixels that aren't normalised.
+        if array.dtype.kind not in (np.dtype(dtype).kind, *("iu" if dtype is np.int32 else "V")):
+            allowed = f"numbers of a kind like {dtype.__name__} in `{name}`"
+            raise TypeError(checks.refused("prompts", allowed, str(array.dtype)))
+        images[name] = array.astype(dtype)
     return prompt_ids(np.asarray(prompt["tokens"]), None), images
 
 

@@ -45,6 +45,7 @@ from megatrain_jax._src.lm.models.generation.generation_memory import (
 )
 from megatrain_jax._src.lm.models.generation.sharing import Sharing
 from megatrain_jax._src.lm.models.generation.weight_source import WeightSource, open_source
+from megatrain_jax._src.lm.models.images import FixedImages
 
 _NEVER = np.iinfo(np.int32).max
 # Minimum size of caches, in tokens, unless no text can become so long.
@@ -204,7 +205,8 @@ class Batch:
         for (length, _), members in groups.items():
             # Samples of one prompt share its caches.
             different = {text.content: text for _, text in members}
-            at_once = max(1, READ_AT_ONCE // length)
+            # A vision part computes many patches for a token.
+            at_once = 1 if members[0][1].images else max(1, READ_AT_ONCE // length)
             for i in range(0, len(different), at_once):
                 chosen = {x: n for n, x in enumerate([*different][i : i + at_once])}
                 rows = [(row, text) for row, text in members if text.content in chosen]
@@ -555,14 +557,20 @@ class Generator:
 
 
 def _check_images(
-    vision: VisionConfig | None, ids: Sequence[int], images: Mapping[str, np.ndarray]
+    vision: VisionConfig | None, ids: list[int], images: Mapping[str, np.ndarray]
 ) -> None:
     """Checks that a prompt has as many images as placeholders.
 
     Raises:
         ValueError: If it hasn't, or the model has no vision part.
     """
+    count = 0 if vision is None else ids.count(vision.token)
     if not images:
+        if count:
+            raise ValueError(
+                f"`prompts` have one with {count:,} placeholders of images and without images: "
+                "data.image_prompts opens them"
+            )
         return
     if vision is None:
         hint = "read the checkpoint with load_pretrained(folder, images=True)"
@@ -575,6 +583,11 @@ def _check_images(
         vision.check_batch(
             {"tokens": np.array([ids], np.int32)} | {name: x[None] for name, x in images.items()}
         )
+    if isinstance(vision, FixedImages):
+        # Rows of a batch have zeros in unused places.
+        used = count // vision.tokens_per_image
+        if images["pixel_values"][used:].any():
+            raise ValueError(f"`prompts` have one with more images than the {used:,} of its tokens")
 
 
 _FINISHES: tuple[Literal["stop", "length"], ...] = ("stop", "length")
