@@ -1,11 +1,13 @@
-"""A process of two that chooses to hold all state, and counts what comes over its cable.
+"""A process of two that chooses to hold all state, then shares it, and counts its cable's bytes.
 
-Usage: network_bytes.py INDEX ADDRESS FILE; the file gets planned bytes per step, and received ones.
+Usage: network_bytes.py INDEX ADDRESS FILE; the file gets a pair for each of the two ways: planned
+bytes per step, and received ones.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +29,14 @@ def loss_fn(params: list[jax.Array], x: jax.Array) -> jax.Array:
 def main() -> None:
     index, address, file = sys.argv[1:]
     mt.distributed.initialize(address, 2, int(index))
+    ways: list[Literal["auto"] | bool] = ["auto", False]
+    Path(file).write_text(json.dumps([counted(int(index), way) for way in ways]))
+
+
+def counted(index: int, way: Literal["auto"] | bool) -> tuple[int, float]:
+    """Planned and received bytes of a step with this `state_per_process`."""
     params = [np.eye(_WIDTH, dtype=np.float32) for _ in range(8)]
-    batch = np.full((8, _WIDTH), 1 + int(index), np.float32)
+    batch = np.full((8, _WIDTH), 1 + index, np.float32)
     trainer = mt.Trainer(
         params,
         loss_fn,
@@ -38,17 +46,17 @@ def main() -> None:
         precision="float32",
         # Its rates are those of the choice alone; the cable's is measured.
         hardware="H100",
-        state_per_process="auto",
+        state_per_process=way,
         progress=False,
     )
-    assert trainer.plan.num_copies == 2, trainer.plan.state_choice
+    assert trainer.plan.num_copies == (2 if way else 1), trainer.plan.state_choice
     print(trainer.plan.state_choice, flush=True)
     trainer.read(trainer.step(batch))  # connects the devices
     before = int(_CABLE.read_text())
     for _ in range(_STEPS):
         trainer.read(trainer.step(batch))
     received = (int(_CABLE.read_text()) - before) / _STEPS
-    Path(file).write_text(json.dumps([trainer.plan.network_bytes, received]))
+    return trainer.plan.network_bytes, received
 
 
 if __name__ == "__main__":
