@@ -40,8 +40,9 @@ def two_pairs_in_four_rows():
 @pytest.mark.by_default("4")
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_accuracy_and_tokens_are_those_of_the_whole_batch(microbatches):
-    compute, params = compiled(EXACT["dpo"], SIZES, microbatches)
-    cut = {n: np.split(array, microbatches) for n, array in two_pairs_in_four_rows().items()}
+    batch = two_pairs_in_four_rows()
+    compute, params = compiled(EXACT["dpo"], SIZES, len(batch["tokens"]))
+    cut = {name: np.split(array, microbatches) for name, array in batch.items()}
     parts = [{name: part[i] for name, part in cut.items()} for i in range(microbatches)]
     metrics = [compute(params, part)[0][1] for part in parts]
     found = {name: np.array([part[name] for part in metrics]) for name in metrics[0]}
