@@ -502,18 +502,7 @@ class Generator:
         if not rows:
             return []
         _check_count(num_samples, len(rows), max(map(len, rows)))
-        texts = [
-            OpenText(
-                prompt=i,
-                sample=sample,
-                ids=list(ids),
-                start=len(ids),
-                images=images,
-                advance=config.vision.advance(images) if images else 0,
-            )
-            for i, (ids, images) in enumerate(opened)
-            for sample in range(num_samples)
-        ]
+        texts = _texts(opened, config.vision, num_samples)
         size = bucket(max(map(len, rows)) + max_tokens)
         sharing = self._source.sharing
         form = self._memory.choose(size, min(-(-len(texts) // sharing.count), max_batch))
@@ -588,6 +577,26 @@ def _check_images(
         used = count // vision.tokens_per_image
         if images["pixel_values"][used:].any():
             raise ValueError(f"`prompts` have one with more images than the {used:,} of its tokens")
+
+
+def _texts(
+    opened: Sequence[tuple[list[int], Mapping[str, np.ndarray]]],
+    vision: VisionConfig | None,
+    num_samples: int,
+) -> list[OpenText]:
+    """The samples of prompts with their images, before anything is written."""
+    return [
+        OpenText(
+            prompt=i,
+            sample=sample,
+            ids=list(ids),
+            start=len(ids),
+            images=images,
+            advance=vision.advance(images) if vision is not None and images else 0,
+        )
+        for i, (ids, images) in enumerate(opened)
+        for sample in range(num_samples)
+    ]
 
 
 _FINISHES: tuple[Literal["stop", "length"], ...] = ("stop", "length")
