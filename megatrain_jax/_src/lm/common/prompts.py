@@ -10,8 +10,9 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import check_text, naming
 
 _PROMPTS = "a sequence of prompts: texts, messages or token ids"
-# The arrays of a prompt that hold its images.
-_IMAGES = {"pixel_values": np.float32, "image_grid_thw": np.int32}
+# The arrays of a prompt that hold its images: their dtypes, and the kinds of dtypes that users may
+# give; bfloat16 is of the kind "V". Others, such as uint8, are pixels that aren't normalised.
+_IMAGES = {"pixel_values": (np.float32, "fV"), "image_grid_thw": (np.int32, "iu")}
 _TOKENIZER = "anything with `encode` and `decode`, such as a tokenizer of Transformers"
 
 
@@ -82,12 +83,11 @@ def ids_and_images(prompt: Any, tokenizer: Any) -> tuple[list[int], dict[str, np
     if not isinstance(prompt, Mapping) or "tokens" not in prompt:
         return prompt_ids(prompt, tokenizer), {}
     images = {}
-    for name, dtype in _IMAGES.items():
-        array = None if prompt.get(name) is None else np.asarray(prompt[name])
-        if array is None:
+    for name, (dtype, kinds) in _IMAGES.items():
+        if prompt.get(name) is None:
             continue
-        # As processors make them; other dtypes, such as uint8, are pixels that aren't normalised.
-        if array.dtype.kind not in (np.dtype(dtype).kind, *("iu" if dtype is np.int32 else "V")):
+        array = np.asarray(prompt[name])
+        if array.dtype.kind not in kinds:
             allowed = f"numbers of a kind like {dtype.__name__} in `{name}`"
             raise TypeError(checks.refused("prompts", allowed, str(array.dtype)))
         images[name] = array.astype(dtype)

@@ -497,7 +497,8 @@ class Generator:
         numbers = (max_tokens, num_samples, max_batch, seed, float(temperature), top_p, top_k)
         numbers += tuple(given.values())
         ending = None if stop is None else sorted(map(repr, stop))
-        pixels = [{name: x.tobytes() for name, x in images.items()} for _, images in opened]
+        shares = self._source.sharing.count > 1  # otherwise, pixels aren't copied
+        pixels = [[x.tobytes() for x in images.values()] for _, images in opened if shares]
         self._source.sharing.check_equal((rows, numbers, ending, pixels))
         if not rows:
             return []
