@@ -20,7 +20,7 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from boards import MESSAGES, PRESENCE, FakeBoard, look, present, processes_of
 from megatrain_jax._src.common.activity import doing, progressed
-from megatrain_jax._src.engine.state import presence
+from megatrain_jax._src.engine.state import coordination, presence
 from megatrain_jax._src.engine.state import processes as of_processes
 from megatrain_jax._src.engine.state.coordination import CoordinationService
 from megatrain_jax._src.engine.state.processes import PeerEndedError
@@ -249,17 +249,17 @@ def test_after_a_signal_silence_and_the_users_code_have_shorter_limits():
     board.show(1, beat=40, doing="drawing batch 7", of_user=True)
     assert look(processes, 1) == ""
     board.show(1, beat=41, doing="drawing batch 7", of_user=True)
-    assert look(processes, 8) == ""
+    assert look(processes, 6) == "" and present(processes).has_peers
     board.show(1, beat=42, doing="drawing batch 7", of_user=True)
     assert tells(look(processes, 3), "process 1", "SIGTERM", "drawing batch 7")
-    board.show(1, beat=43, doing="computing step 6")
-    assert look(processes, 9) == ""
-    board.show(1, beat=44, doing="computing step 6")
-    assert look(processes, 9) == "", "it may take as long as a step does"
-    assert look(processes, 9) == ""
+    assert not present(processes).has_peers, "the first process does not stay for it"
+    for beat in range(43, 50):
+        board.show(1, beat=beat, doing="computing step 6")
+        assert look(processes, 4) == "", "it may take as long as a step does"
+    assert look(processes, 4) == ""
     assert tells(look(processes, 2), "process 1", "silent")
     processes.hurry("")
-    assert look(processes, 9) == ""
+    assert look(processes, 4) == ""
 
 
 def test_a_signal_to_a_peer_is_one_to_all():
@@ -319,7 +319,10 @@ def test_a_process_ends_after_its_peers_but_not_long_after_an_error(
 
 @pytest.mark.parametrize("in_jax", [True, False])
 @pytest.mark.parametrize("notices", [True, False])
-def test_a_process_that_waits_in_jax_for_a_lost_peer_is_ended_late(in_jax, notices, monkeypatch):
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_process_that_waits_in_jax_for_a_lost_peer_is_ended_late(
+    in_jax, notices, asked, monkeypatch
+):
     board, ended = FakeBoard(), []
     processes = processes_of(board)
     monkeypatch.setattr(processes, "_end_at_once", lambda: ended.append(True))
@@ -338,8 +341,12 @@ def test_a_process_that_waits_in_jax_for_a_lost_peer_is_ended_late(in_jax, notic
     if notices:
         with pytest.raises(PeerEndedError):
             processes.gather("a step")
+    limit = of_processes._SECONDS_TO_NOTICE
+    if asked:
+        processes.hurry("SIGTERM")
+        limit = of_processes._SECONDS_TO_NOTICE_AT_END
     with doing("computing step 4") if in_jax else nullcontext():
-        assert judged(of_processes._SECONDS_TO_NOTICE) == 0
+        assert judged(limit) == 0
         assert judged(1) == (in_jax and not notices)
     assert processes.unreachable == found
 
@@ -442,6 +449,32 @@ def test_processes_on_the_service_wait_for_each_other(service):
     with ThreadPoolExecutor(3) as pool:
         found = [*pool.map(values, range(3))]
     assert found == [[[[i, n] for i in range(3)] for n in range(40)]] * 3
+
+
+def test_a_call_of_a_board_that_does_not_answer_ends_and_the_next_ones_keep_their_order(
+    monkeypatch,
+):
+    monkeypatch.setattr(coordination, "_CALL_SECONDS", 0.01)
+    board, answers = FakeBoard(), threading.Event()
+    read = board.read
+
+    def slow(folder: str) -> dict[str, bytes]:
+        answers.wait()
+        return read(folder)
+
+    board.read = slow
+    bounded = coordination.BoundedBoard(board)
+    for call in (lambda: bounded.read("a"), lambda: bounded.write("a/1", b"cancelled")):
+        with pytest.raises(ConnectionError):
+            call()
+    monkeypatch.setattr(coordination, "_CALL_SECONDS", 60.0)
+    answers.set()
+    assert bounded.read("a") == {}, "what has come too late is not made"
+    bounded.write("a/1", b"new")
+    assert bounded.read("a") == {"1": b"new"}
+    board.is_lost = True
+    with pytest.raises(ConnectionError, match="is lost"):
+        bounded.erase("a")
 
 
 class OnceLost(FakeBoard):

@@ -4,11 +4,16 @@ The first process runs the service; each process has a client. JAX makes it publ
 barriers over all devices (`jax.experimental.multihost_utils`), which have no time limit.
 """
 
-from typing import Protocol
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import jax
 
 _MISSING = "DEADLINE_EXCEEDED"
+_CALL_SECONDS = 2.0
 
 
 class Board(Protocol):
@@ -63,6 +68,61 @@ class CoordinationService:
             _client().key_value_delete(folder)
         except jax.errors.JaxRuntimeError as error:
             raise _lost(error) from error
+
+
+class BoundedBoard:
+    """A board whose calls end in time, as JAX's own don't if the first process is stopped.
+
+    They are made on a thread that waits in their place, in order. The one that it waits in may
+    still be made late: notes are only written anew, or deleted after all have read them.
+    """
+
+    def __init__(self, board: Board):
+        """Makes a board for one thread's calls.
+
+        Args:
+            board: The board that is asked.
+        """
+        self._board = board
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def write(self, key: str, text: bytes) -> None:
+        """See `Board`."""
+        self._within(_CALL_SECONDS, lambda: self._board.write(key, text))
+
+    def read(self, folder: str) -> dict[str, bytes]:
+        """See `Board`."""
+        return self._within(_CALL_SECONDS, lambda: self._board.read(folder))
+
+    def wait(self, key: str, seconds: float) -> None:
+        """See `Board`."""
+        self._within(seconds + _CALL_SECONDS, lambda: self._board.wait(key, seconds))
+
+    def erase(self, folder: str) -> None:
+        """See `Board`."""
+        self._within(_CALL_SECONDS, lambda: self._board.erase(folder))
+
+    def _within(self, seconds: float, call: Callable[[], Any]) -> Any:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="messages", daemon=True)
+            self._thread.start()
+        answer: Future[Any] = Future()
+        self._calls.put((answer, call))
+        try:
+            return answer.result(seconds)
+        except TimeoutError:
+            answer.cancel()
+            raise ConnectionError("JAX's coordination service does not answer") from None
+
+    def _work(self) -> None:
+        while True:
+            answer, call = self._calls.get()
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(call())
+                except BaseException as error:
+                    answer.set_exception(error)
 
 
 def _client():

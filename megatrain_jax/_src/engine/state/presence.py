@@ -9,8 +9,8 @@ Example: process 1 is stopped while it draws a batch, and its peers wait for it:
     0 s    its last row: beat 41, "drawing batch 7 of `data`"
     30 s   the verdict: "process 1 on node1 has been silent for 30 s ... It was drawing batch 7"
 
-After a signal, when a run has to end soon, 10 s without a row are enough; so are 10 s in the user's
-code, as in a read that nothing interrupts.
+After a signal, when a run has to end within the ten seconds that some schedulers grant, 5 s without
+a row are enough; so are 7 s in the user's code, as in a read that nothing interrupts.
 """
 
 import dataclasses
@@ -24,7 +24,11 @@ from megatrain_jax._src.engine.state.coordination import Board
 
 EVERY_SECONDS = 1.0
 # JAX's own heartbeats end a process after 100 seconds, and a broken connection does after 58.
-SILENT_SECONDS, SILENT_SECONDS_AT_END = 30.0, 10.0
+SILENT_SECONDS, SILENT_SECONDS_AT_END = 30.0, 5.0
+# Before, the peer itself interrupts the user's code.
+_USERS_SECONDS_AT_END = 7.0
+# A wait in JAX for a peer that has left.
+_STUCK_SECONDS = 10.0
 _FOLDER = "megatrain/presence"
 
 
@@ -170,13 +174,21 @@ class Presence:
 
     @property
     def has_peers(self) -> bool:
-        """Whether any peer is in a run, neither gone nor silent."""
+        """Whether any peer is in a run and will leave it: it is neither silent nor can't end."""
         now = self.clock.seconds
         return any(
-            sign is not None and not sign.gone and now - self._changed[i] < SILENT_SECONDS_AT_END
+            not sign.gone
+            and now - self._changed[i] < SILENT_SECONDS_AT_END
+            and not self._does_not_end(i, sign)
             for i, sign in enumerate(self.signs)
-            if i != self._index
+            if sign is not None and i != self._index
         )
+
+    def _does_not_end(self, index: int, sign: Sign) -> bool:
+        """Whether a peer is in the user's code for too long, although the run has to end."""
+        if not sign.of_user or (began := self._began_ending) is None:
+            return False
+        return self._heard - max(self._turned[index], began) > _USERS_SECONDS_AT_END
 
     @property
     def most_silent(self) -> int:
@@ -205,7 +217,7 @@ class Presence:
             if sign.gone or sign.lost:
                 is_stuck = HERE.doing[0] and not HERE.doing[1] and not self.waits
                 since = max(self._moved_here, self._changed[i] if sign.gone else self._failed[i])
-                if is_stuck and now - since > SILENT_SECONDS_AT_END:
+                if is_stuck and now - since > _STUCK_SECONDS:
                     why = (sign.lost or sign.why).rstrip(".")
                     return f"{self.named(i)} has ended{why and ': '}{why}"
             # What came after the service was heard last is not known.
@@ -214,11 +226,8 @@ class Presence:
                     f"{self.named(i)} has been silent for {silent:.0f} s: it is "
                     f"killed or stopped, or its host or network is gone. {self.doing(i)}"
                 )
-            elif sign.of_user and began is not None:
-                if self._heard - max(self._turned[i], began) > SILENT_SECONDS_AT_END:
-                    return (
-                        f"{self.named(i)} does not end after {self.asked_to_end}. {self.doing(i)}"
-                    )
+            elif self._does_not_end(i, sign):
+                return f"{self.named(i)} does not end after {self.asked_to_end}. {self.doing(i)}"
         return ""
 
     def named(self, index: int) -> str:

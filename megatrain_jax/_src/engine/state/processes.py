@@ -31,7 +31,7 @@ from megatrain_jax._src.common.activity import HERE, doing
 from megatrain_jax._src.common.host_memory import memory_owner
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.engine.state.aborts import end, explain_aborts
-from megatrain_jax._src.engine.state.coordination import Board
+from megatrain_jax._src.engine.state.coordination import Board, BoundedBoard
 from megatrain_jax._src.engine.state.presence import EVERY_SECONDS, Presence
 
 _FOLDER = "megatrain/messages"
@@ -43,7 +43,7 @@ _LOOK_SECONDS = 0.5
 # Seconds of a wait after which a line says for whom.
 _TOLD_AFTER = 60.0
 # After a verdict, the main thread has so long to notice it before the process is ended.
-_SECONDS_TO_NOTICE = 8.0
+_SECONDS_TO_NOTICE, _SECONDS_TO_NOTICE_AT_END = 8.0, 2.0
 # The first process, whose end ends JAX's coordination service, waits so long for its peers' end.
 _SECONDS_FOR_PEERS = 5.0
 # The last sign of life may take so long.
@@ -95,7 +95,7 @@ class Processes:
         self._sent = 0
         self.presence = None if board is None else Presence(count, index, board)
         # Of several processes; a single one uses neither.
-        self._board, self._peers = cast(Board, board), cast(Presence, self.presence)
+        self._board, self._peers = BoundedBoard(cast(Board, board)), cast(Presence, self.presence)
         self._unreachable: str | None = None
         self._since, self._has_noticed = 0.0, False
         self._changed, self._is_over = threading.Event(), False
@@ -320,7 +320,8 @@ class Processes:
             if found := self._peers.verdict():
                 self.give_up(found)
         elif not self._has_noticed and HERE.doing[0]:
-            if self._peers.clock.seconds - self._since > _SECONDS_TO_NOTICE:
+            limit = _SECONDS_TO_NOTICE_AT_END if self._peers.asked_to_end else _SECONDS_TO_NOTICE
+            if self._peers.clock.seconds - self._since > limit:
                 self._end_at_once()
 
     def _end_at_once(self) -> None:
