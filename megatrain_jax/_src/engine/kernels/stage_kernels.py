@@ -223,7 +223,7 @@ def backward(
         # If the stage has a forward kernel, that has printed already, and the recomputation must
         # not print again.
         if has_side_effects(stage.jaxpr):
-            return firing_once(backward_stage, position=at, has_forward=mode.give_outputs)
+            return firing_once(backward_stage, stage.jaxpr, at, has_forward=mode.give_outputs)
         # Over several devices, each one has rows for the shares of all.
         if residuals is None and any(mode.accumulate) and placement.num_devices == 1:
             if looks_up_inputs(stage.jaxpr):

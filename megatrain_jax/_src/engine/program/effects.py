@@ -1,8 +1,8 @@
 """Effects of a loss (`jax.debug.print`, callbacks): finds them and fires each one once.
 
 A stage's backward recomputes its forward. Effects that the forward has already fired are removed
-from the backward's trace. An effect that depends on a cotangent, such as a print in a derivative
-rule, belongs to the backward and stays.
+from the backward's trace. An effect that depends on a cotangent belongs to the backward and stays,
+and so does one that the forward doesn't have, such as a print of saved values in a derivative rule.
 
 Example: the traced backward of a stage that prints `w` and returns `sin(w)`::
 
@@ -16,7 +16,7 @@ The last stage has no separate forward, so in its backward both stay.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -69,17 +69,33 @@ def has_read_callback(eqn: Any) -> bool:
 
 def silent(jaxpr: Any) -> Any:
     """A jaxpr without its effects, except for callbacks with results that are read."""
-    return _without(jaxpr, [False] * len(jaxpr.invars), False)[0]
+    return _without(jaxpr, [False] * len(jaxpr.invars), False, lambda eqn: True)[0]
 
 
-def firing_once(differentiated: Callable, position: int, has_forward: bool) -> Callable:
+def _fired_by(jaxpr: Any) -> Callable[[Any], bool]:
+    """Tells an equation with an effect that a jaxpr has, too."""
+
+    def effects_of(jaxpr: Any) -> Iterator[Any]:
+        for eqn in filter(has_side_effects, jaxpr.eqns):
+            inner = jx.inner_jaxprs(eqn)
+            yield from itertools.chain(*map(effects_of, inner)) if inner else [eqn]
+
+    fired = [(eqn.primitive, eqn.params) for eqn in effects_of(jaxpr)]
+    return lambda eqn: (eqn.primitive, eqn.params) in fired
+
+
+def firing_once(
+    differentiated: Callable, forward: Any, position: int, has_forward: bool
+) -> Callable:
     """Wraps a function that recomputes a forward, so that it does not fire effects twice.
 
     Args:
         differentiated: The function; one of its arguments is the cotangents, a list of arrays.
+        forward: The forward's jaxpr.
         position: Position of that argument.
         has_forward: Whether this is the only forward, so that it must fire the effects.
     """
+    is_fired = _fired_by(forward)
 
     @functools.wraps(differentiated)
     def run(*args):
@@ -94,19 +110,22 @@ def firing_once(differentiated: Callable, position: int, has_forward: bool) -> C
         # Cotangents were traced as the first arguments, so they are the first inputs.
         first, count = len(traced.consts), len(cotangents)
         late = [first <= i < first + count for i in range(len(values))]
-        jaxpr, _ = _without(traced.jaxpr, late, has_forward)
+        jaxpr, _ = _without(traced.jaxpr, late, has_forward, is_fired)
         return jax.tree.unflatten(traced.out_tree, jx.evaluate(jaxpr, values))
 
     return run
 
 
-def _without(jaxpr: Any, late: Sequence[bool], has_forward: bool) -> tuple[Any, list[bool]]:
+def _without(
+    jaxpr: Any, late: Sequence[bool], has_forward: bool, is_fired: Callable[[Any], bool]
+) -> tuple[Any, list[bool]]:
     """Drops effects that don't depend on `late` inputs, unless their results are read.
 
     Args:
         jaxpr: The open jaxpr.
         late: For each input, whether it is a cotangent or depends on one.
         has_forward: Whether equations without late operands fire here, and so stay.
+        is_fired: Whether an equation's effect, if it isn't late, fires elsewhere.
 
     Returns:
         The jaxpr, and for each output whether it is late.
@@ -120,9 +139,9 @@ def _without(jaxpr: Any, late: Sequence[bool], has_forward: bool) -> tuple[Any, 
             found.update(eqn.outvars)
         if has_side_effects(eqn) and not (has_forward and not any(flags)):
             if jx.inner_jaxprs(eqn):
-                eqn = _within(eqn, flags)
+                eqn = _within(eqn, flags, is_fired)
             # A callback with a result that is read must run again, fired or not.
-            elif not any(flags) and used.isdisjoint(eqn.outvars):
+            elif not any(flags) and used.isdisjoint(eqn.outvars) and is_fired(eqn):
                 continue
         eqns.append(eqn)
     outs = [not jx.is_literal(a) and a in found for a in jaxpr.outvars]
@@ -136,7 +155,7 @@ def _effects(before: Any, eqns: Sequence[Any]) -> frozenset:
     return frozenset(kept)
 
 
-def _within(eqn: Any, flags: Sequence[bool]) -> Any:
+def _within(eqn: Any, flags: Sequence[bool], is_fired: Callable[[Any], bool]) -> Any:
     """An equation without the effects in its inner jaxprs that do not depend on late values."""
     params = dict(eqn.params)
     inner = []
@@ -144,21 +163,21 @@ def _within(eqn: Any, flags: Sequence[bool]) -> Any:
         rows = list(value) if isinstance(value, (tuple, list)) else [value]
         for k, row in enumerate(rows):
             if jx.is_jaxpr(row):
-                jaxpr = _repeated(eqn, jx.opened(row), flags)
+                jaxpr = _repeated(eqn, jx.opened(row), flags, is_fired)
                 inner.append(jaxpr)
                 rows[k] = jx.with_body(row, jaxpr)
         params[name] = type(value)(rows) if isinstance(value, (tuple, list)) else rows[0]
     return eqn.replace(params=params, effects=_effects(eqn, inner))
 
 
-def _repeated(eqn: Any, jaxpr: Any, flags: Sequence[bool]) -> Any:
+def _repeated(eqn: Any, jaxpr: Any, flags: Sequence[bool], is_fired: Callable[[Any], bool]) -> Any:
     """An inner jaxpr without the effects that are not late in any iteration."""
     # The first operand of a `cond` selects the branch; it is not an input of the branches.
     operands = list(flags[1:] if eqn.primitive.name == "cond" else flags)
     if len(operands) != len(jaxpr.invars):  # a `while`, with two jaxprs
         # Operands are not matched to the two jaxprs: if any is late, all effects stay.
         operands = [any(flags)] * len(jaxpr.invars)
-    silenced, outs = _without(jaxpr, operands, False)
+    silenced, outs = _without(jaxpr, operands, False, is_fired)
     if eqn.primitive.name == "scan":
         consts, carry = jx.scan_parts(eqn)
         # A carry that becomes late in one iteration is late from the start of the next.
@@ -166,5 +185,5 @@ def _repeated(eqn: Any, jaxpr: Any, flags: Sequence[bool]) -> Any:
         while any(o and not i for o, i in zip(outs[:carry], operands[carried], strict=True)):
             pairs = zip(outs[:carry], operands[carried], strict=True)
             operands[carried] = [o or i for o, i in pairs]
-            silenced, outs = _without(jaxpr, operands, False)
+            silenced, outs = _without(jaxpr, operands, False, is_fired)
     return silenced
