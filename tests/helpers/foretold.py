@@ -8,6 +8,7 @@ that no figure depends on the version of JAX.
 """
 
 import functools
+import itertools
 import json
 import math
 import random
@@ -28,6 +29,7 @@ from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.program.flops import flops_by_kind
+from megatrain_jax._src.engine.program.layers.blocks import Parameter, block_keys
 from megatrain_jax._src.engine.report.plan import REST
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.schedule.least_time import least_seconds
@@ -35,6 +37,7 @@ from megatrain_jax._src.engine.schedule.schedule import BudgetError, Schedule
 from megatrain_jax._src.engine.schedule.search import find_schedule
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
+from megatrain_jax._src.engine.spec.work import forward_work
 from megatrain_jax._src.engine.state.placement import placed_on
 from workloads import LISTS, random_workload
 
@@ -284,7 +287,7 @@ def plans() -> Iterator[_Row]:
         microbatches=16,
         **little,
     )
-    yield row("long", _of_attention(4, 2048, 8192), _DECODER, CLIPPED, _tokens(4, 8192), **little)
+    yield row("long", _of_attention(3, 2048, 8192), _DECODER, CLIPPED, _tokens(4, 8192), **little)
     yield row(
         "costliest",
         _of_mlp(8, 1024, 16384),
@@ -305,7 +308,7 @@ def plans() -> Iterator[_Row]:
     )
     yield row(
         "experts",
-        _of_experts(2, 2048, 24),
+        _of_experts(2, 2048, 16),
         _MIXTURE,
         ADAM,
         _rows(512, 2048),
@@ -489,10 +492,90 @@ def _cut(seed: int) -> _Figures:
     return found
 
 
+def _in_float8(seed: int) -> _Figures:
+    """The operations of each stage in float8, where products of some sizes read the same data."""
+    rng = random.Random(seed)
+    width = rng.choice((1536, 2048, 3072))
+    widths = [[rng.choice((512, 1024, 2048, 4096, 6144)) for _ in range(3)] for _ in range(2)]
+    turns, is_wide, is_tied = rng.choice((0, 2)), rng.random() < 0.3, rng.random() < 0.5
+
+    def build() -> Any:
+        layers = [
+            {"in": [jnp.zeros((width, n)) for n in of], "out": [jnp.zeros((n, width)) for n in of]}
+            for of in widths
+        ]
+        return {"layers": layers, "first": jnp.zeros((width, width)), "last": jnp.zeros(width)}
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"] @ params["first"]
+        for number, layer in enumerate(params["layers"]):
+
+            def block(x: jax.Array, layer: Any = layer, number: int = number) -> jax.Array:
+                read = [x, x.reshape(2, -1, width).reshape(-1, width), x * 2][: 3 - number]
+                read = [read[n % len(read)] for n in range(3)]
+                hidden = [a @ w for a, w in zip(read, layer["in"], strict=True)]
+                hidden = [h.astype(jnp.float32) if is_wide else h for h in hidden]
+                pairs = zip(hidden, layer["out"], strict=True)
+                return x + sum(jax.lax.logistic(h).astype(x.dtype) @ w for h, w in pairs)
+
+            x = (
+                jax.lax.scan(lambda x, _: (block(x), None), x, length=turns)[0]
+                if turns
+                else block(x)
+            )
+        logits = x @ params["first"].T if is_tied else x * params["last"]
+        return (logits.astype(jnp.float32) ** 2).mean()
+
+    batch = {"x": jax.ShapeDtypeStruct((4096, width), jnp.bfloat16)}
+    adapted, _ = adapt(build, loss_fn, batch, 0)
+    options = Options(precision=mt.Precision(products="float8"))
+    stages = [x.stage for x in make_run_spec(adapted, loss_fn, ADAM, batch, options).first.stages]
+    works = enumerate(forward_work(stages))
+    return {f"stage {n}": f"{work.flops:.7g} {work.float8:.7g}" for n, work in works}
+
+
+def _blocks(seed: int) -> _Figures:
+    """The blocks of parameters in random lists of lists."""
+    rng = random.Random(seed)
+    found: list[Parameter] = []
+
+    def add(path: tuple[str | int, ...], shape: tuple[int, ...], is_last: bool = True) -> None:
+        before = (1 << len(found)) - 1 if is_last else rng.getrandbits(len(found) + 1) // 2
+        upstream = None if rng.random() < 0.05 else before
+        found.append(Parameter(path=path, shape=shape, upstream=upstream))
+
+    def fill(path: tuple[str | int, ...], depth: int, kind: int) -> None:
+        drawn = random.Random(f"{seed} {depth} {kind}")
+        for n in range(drawn.randint(0 if depth else 1, 3)):
+            add((*path, f"w{n}"), tuple(drawn.choices((1, 2, 8, 8, 16), k=drawn.randint(1, 2))))
+        if depth == 3 or depth and drawn.random() < 0.4:
+            return
+        for stem in drawn.sample(("layers", "h", "norm", "mlp"), k=drawn.randint(1, 2)):
+            form, first = drawn.choice(("/", "_", "")), drawn.choice((0, 0, 1, 2))
+            serial = drawn.random() < 0.7
+            for n in range(drawn.randint(1, 4)):
+                inner = drawn.choice((0, 0, 0, n))
+                number = (stem, n + first) if form == "/" else (f"{stem}{form}{n + first}",)
+                number = (stem,) if first and not n else number
+                if not serial:
+                    add((*path, *number, "first"), (8, 8), is_last=False)
+                fill((*path, *number), depth + 1, inner)
+
+    fill((), 0, 0)
+    keys = [".".join(map(str, key)) if key else "-" for key in block_keys(found)]
+    runs = [(key, len(list(same))) for key, same in itertools.groupby(keys)]
+    return {"blocks": " ".join(f"{key}*{number}" for key, number in runs)}
+
+
 def cuts() -> Iterator[_Row]:
-    """Stages and tiles of random models."""
-    for seed in range(8):
-        yield f"model {seed}", functools.partial(_cut, seed)
+    """Blocks, stages, tiles and float8 products of random models."""
+    for make, name, number in (
+        (_cut, "model", 6),
+        (_in_float8, "products", 6),
+        (_blocks, "lists", 40),
+    ):
+        for seed in range(number):
+            yield f"{name} {seed}", functools.partial(make, seed)
 
 
 ROWS = dict([*schedules(), *cuts(), *plans()])
