@@ -218,9 +218,9 @@ class MLflow(Log):
             ValueError: If MLflow can't use `tracking_uri`, or has no run `run_id` there.
         """
         given = {"tracking_uri": tracking_uri, "run_name": run_name, "run_id": run_id}
-        for name, value in {"experiment": experiment, **given}.items():
-            if not isinstance(value, str) and (value is not None or name == "experiment"):
-                raise TypeError(checks.refused(name, "a str", value))
+        checks.instance("experiment", experiment, str, "a str")
+        for name, value in given.items():
+            checks.instance(name, value, str | None, "a str")
         with needing_extra("mlflow"):
             from mlflow import MlflowClient
             from mlflow.entities import Metric

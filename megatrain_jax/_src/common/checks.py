@@ -13,6 +13,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
+from types import UnionType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -134,7 +135,13 @@ def device_budget(value: Any, least: int = 2**20) -> int | str | None:
 
 
 def number(
-    name: str, value: Any, *, above: float | None = None, least: float | None = None
+    name: str,
+    value: Any,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
 ) -> float:
     """Returns a finite real number as a Python float.
 
@@ -143,14 +150,16 @@ def number(
         value: The value given; an array without axes is a number.
         above: A bound that it must exceed.
         least: The minimum allowed.
+        most: The maximum allowed.
+        below: A bound that it must not reach.
 
     Raises:
         TypeError: If it is not a real number.
         ValueError: If it is not finite, or out of bounds.
     """
-    bound = f" above {above:g}" if above is not None else ""
-    bound += f" of at least {least:g}" if least is not None else ""
-    allowed = f"a finite number{bound}"
+    bounds = {"above": above, "of at least": least, "of at most": most, "below": below}
+    stated = [f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound)]
+    allowed = " ".join(["a finite number", " and ".join(stated)]).rstrip()
     is_other = isinstance(value, (*_BOOLEANS, str, bytes)) or getattr(value, "shape", ())
     try:
         result = None if is_other else float(value)
@@ -160,8 +169,7 @@ def number(
         result = None
     if result is None:
         raise TypeError(refused(name, allowed, value))
-    too_small = (above is not None and result <= above) or (least is not None and result < least)
-    if too_small or not math.isfinite(result):
+    if not (above < result < below and least <= result <= most):
         raise ValueError(refused(name, allowed, value))
     return result
 
@@ -182,13 +190,13 @@ def boolean(name: str, value: Any, other: str = "") -> bool:
     return bool(value)
 
 
-def instance(name: str, value: Any, kind: type[_T], allowed: str) -> _T:
+def instance(name: str, value: Any, kind: type[_T] | UnionType, allowed: str) -> _T:
     """Returns a value of a class.
 
     Args:
         name: The argument.
         value: The value given.
-        kind: The class.
+        kind: The class, or a union of classes.
         allowed: The class in words, for the message.
 
     Raises:

@@ -122,9 +122,12 @@ class FinetuneSettings(run_settings.TrainingSettings, run_settings.AdapterSettin
             (model), or both; default: adapter. Without adapters, model.
     """
 
-    bounds: ClassVar = run_settings.Settings.bounds | dict.fromkeys(
-        ("beta", "neftune_noise_alpha", "temperature", "lora_alpha"), {"above": 0}
-    )
+    bounds: ClassVar = {
+        **run_settings.Settings.bounds,
+        **dict.fromkeys(("beta", "neftune_noise_alpha", "temperature", "lora_alpha"), {"above": 0}),
+        "distill_alpha": {"least": 0, "most": 1},
+        "lora_dropout": {"least": 0, "below": 1},
+    }
     model: str
     ignore: list[str] | None = None
     new_tokens: list[str] | str | None = None
@@ -166,7 +169,6 @@ class FinetuneSettings(run_settings.TrainingSettings, run_settings.AdapterSettin
         """
         super().__post_init__()
         checks.path("model", self.model)
-        self.check_shares("distill_alpha")
         if self.temperature != 1 and self.tail:
             raise ValueError(
                 f"`temperature`={self.temperature} needs `tail`=false: the probability of tokens "
@@ -175,10 +177,6 @@ class FinetuneSettings(run_settings.TrainingSettings, run_settings.AdapterSettin
         patterns = [("trainable", pattern) for pattern in run_settings.listed(self.trainable)]
         for name, pattern in (*patterns, ("lora_targets", self.lora_targets)):
             checks.pattern(name, pattern)
-        if self.lora_rank is not None:
-            if not 0 <= self.lora_dropout < 1:
-                allowed = "a share from 0, below 1"
-                raise ValueError(checks.refused("lora_dropout", allowed, self.lora_dropout))
         if self.adapter is not None:
             checks.path("adapter", self.adapter)
             if self.lora_rank is not None:

@@ -3,7 +3,6 @@
 They need no JAX, so that settings are checked before anything heavy is imported.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
@@ -53,6 +52,7 @@ class Settings:
     bounds: ClassVar[dict[str, Any]] = {
         **dict.fromkeys(("seed", "workers"), {"least": 0}),
         **dict.fromkeys(("learning_rate", "clip"), {"above": 0}),
+        **dict.fromkeys(("warmup", "final_rate", "b1", "b2", "held_out"), {"least": 0, "most": 1}),
     }
 
     def __post_init__(self) -> None:
@@ -74,19 +74,6 @@ class Settings:
         for name in names.split():
             if (value := getattr(self, name)) is not None and value != "auto":
                 check(name, value, **bounds)
-
-    def check_shares(self, names: str) -> None:
-        """Checks settings that are shares.
-
-        Args:
-            names: The settings, with spaces between them.
-
-        Raises:
-            ValueError: If one is not a number from 0 to 1.
-        """
-        for name in names.split():
-            if not 0 <= (value := getattr(self, name)) <= 1 or math.isnan(value):
-                raise ValueError(checks.refused(name, "a share from 0 to 1", value))
 
     def check_use(self, names: str, is_used: bool, needed: str) -> None:
         """Checks that options without an effect have their default values.
@@ -273,7 +260,6 @@ class RunSettings(StepSettings):
             raise ValueError("`data` is empty: it names no file")
         super().__post_init__()
         self.check_step()
-        self.check_shares("warmup final_rate b1 b2")
         checks.num_bytes("disk_budget", self.disk_budget)
         self.check_use("disk_budget", self.disk_dir is not None, "a folder: set `disk_dir`")
         self.check_use(
@@ -407,7 +393,6 @@ class TrainingSettings(RunSettings):
             ValueError: If an option is out of range, or some contradict each other.
         """
         super().__post_init__()
-        self.check_shares("held_out")
         self._check_data()
         self._check_push()
         self._check_evaluation()

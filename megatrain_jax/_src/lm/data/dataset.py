@@ -178,8 +178,7 @@ class Dataset:
                 documents.
         """
         checks.integer("seed", seed, least=0)
-        if not 0 < checks.number("fraction", fraction) < 1:
-            raise ValueError(f"`fraction` must be between 0 and 1, but is {fraction}")
+        checks.number("fraction", fraction, above=0, below=1)
         documents, groups = self._groups()
         if groups.max() == 0:
             raise ValueError(

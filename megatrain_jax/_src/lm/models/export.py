@@ -314,8 +314,7 @@ def check_chat_template(given: Any) -> None:
         TypeError: If it is neither a text nor None.
         ValueError: If it is no Jinja template.
     """
-    if not isinstance(given, str | None):
-        raise TypeError(checks.refused("chat_template", "a Jinja template, as a str", given))
+    checks.instance("chat_template", given, str | None, "a Jinja template, as a str")
     if given is not None:
         check_template("`chat_template`", given)
 

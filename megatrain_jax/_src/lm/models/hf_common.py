@@ -85,15 +85,9 @@ class Fields:
         return checks.integer(name, value, least=least, most=_MOST.get(name, 2**31 - 1))
 
     def number(
-        self,
-        name: str,
-        default: Any = _REQUIRED,
-        *,
-        above: float | None = None,
-        least: float | None = None,
-        null: bool = False,
+        self, name: str, default: Any = _REQUIRED, *, null: bool = False, **bounds: float
     ) -> Any:
-        """Returns a finite float, or None if the field is null and null is allowed.
+        """Returns a finite float within `bounds`, or None if the field is null and that is allowed.
 
         Raises:
             TypeError: If it is not a number.
@@ -102,7 +96,7 @@ class Fields:
         value = self.take(name, default)
         if value is None and (null or default is None):
             return None
-        return checks.number(name, value, above=above, least=least)
+        return checks.number(name, value, **bounds)
 
     def flag(self, name: str, default: bool) -> bool:
         """Returns true or false.

@@ -376,9 +376,7 @@ def lora(
             can't have adapters, `modules_to_save` has a name without a module or a module that
             can't be saved, or the model already has adapters.
     """
-    dropout = checks.number("dropout", dropout, least=0)
-    if dropout >= 1:
-        raise ValueError(checks.refused("dropout", "below 1", dropout))
+    dropout = checks.number("dropout", dropout, least=0, below=1)
     if isinstance(modules_to_save, str) or not all(isinstance(n, str) for n in modules_to_save):
         raise TypeError(checks.refused("modules_to_save", "a list of names", modules_to_save))
     chooses = _chooser(targets)
@@ -404,11 +402,8 @@ def lora(
     elif callable(model) and not isinstance(model, type):
 
         def built() -> nnx.Module:
-            made = model()
-            if not isinstance(made, nnx.Module):
-                allowed = "a function that builds an nnx.Module"
-                raise TypeError(checks.refused("model", allowed, made))
-            return adapted(made)
+            allowed = "a function that builds an nnx.Module"
+            return adapted(checks.instance("model", model(), nnx.Module, allowed))
 
         # Shapes are enough to select matrices; the model is built when a run begins.
         given = nnx.eval_shape(built)

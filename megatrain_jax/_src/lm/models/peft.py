@@ -263,7 +263,7 @@ def _is_right(name: str, value: Any, merging: bool) -> bool:
 
 def _checked_settings(values: Mapping[str, Any], merging: bool) -> AdapterSettings:
     def alpha(name: str, value: Any) -> float:
-        number = checks.number(name, value, above=None if merging else 0)
+        number = checks.number(name, value, above=-math.inf if merging else 0)
         if abs(number) > _LARGEST:
             raise ValueError(checks.refused(name, "within the range of float32", value))
         return number
@@ -275,14 +275,11 @@ def _checked_settings(values: Mapping[str, Any], merging: bool) -> AdapterSettin
         isinstance(targets, list) and all(isinstance(target, str) for target in targets)
     ):
         raise TypeError(checks.refused("target_modules", "names or a regular expression", targets))
-    dropout = checks.number("lora_dropout", values.get("lora_dropout", 0.0), least=0)
-    if dropout >= 1:
-        raise ValueError(checks.refused("lora_dropout", "below 1", dropout))
     return AdapterSettings(
         values=values,
         rank=checks.integer("r", values.get("r", 8)),
         alpha=alpha("lora_alpha", values.get("lora_alpha", 8)),
-        dropout=dropout,
+        dropout=checks.number("lora_dropout", values.get("lora_dropout", 0.0), least=0, below=1),
         rslora=_flag(values, "use_rslora"),
         dora=_flag(values, "use_dora"),
         ranks=_pattern(values, "rank_pattern", checks.integer),

@@ -92,8 +92,7 @@ def distillation(
     for name, array in (("topk_token_ids", ids), ("topk_logprobs", teacher)):
         if array.shape[:-1] != labels.shape or array.shape != ids.shape:
             raise ValueError(f"`{name}` has shape {array.shape}, but `labels` {labels.shape}")
-    if not 0 <= checks.number("alpha", alpha) <= 1:
-        raise ValueError(checks.refused("alpha", "a share from 0 to 1", alpha))
+    checks.number("alpha", alpha, least=0, most=1)
     options = loss_options(head, labels, chunk, softcap, temperature=temperature)
     if checks.boolean("tail", tail) and temperature != 1:
         raise ValueError(

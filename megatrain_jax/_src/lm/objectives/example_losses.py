@@ -142,9 +142,9 @@ def dpo(
     """
     beta = checks.number("beta", beta, above=0)
     checks.word("loss_type", loss_type, get_args(DpoLoss))
-    epsilon = checks.number("label_smoothing", label_smoothing, least=0)
-    if epsilon >= 0.5 or (epsilon and loss_type not in SMOOTHED):
-        allowed = f"below 0.5, and 0 unless `loss_type` is {checks.either(SMOOTHED)}"
+    epsilon = checks.number("label_smoothing", label_smoothing, least=0, below=0.5)
+    if epsilon and loss_type not in SMOOTHED:
+        allowed = f"0 unless `loss_type` is {checks.either(SMOOTHED)}"
         raise ValueError(checks.refused("label_smoothing", allowed, label_smoothing))
     ours, wrong, before, before_wrong = columns(
         mask,

@@ -626,10 +626,7 @@ def _sparsity(fields: Fields, num: int) -> tuple[float, ...]:
         sparse = 10 if num > 10 else 0
         given = [0.95] * sparse + [0.0] * (num - sparse)
     given = _numbers(fields, name, given, "numbers")
-    found = tuple(checks.number(name, x, least=0) for x in given)
-    if any(x >= 1 for x in found):
-        raise ValueError(checks.refused(name, "numbers below 1", given))
-    return found
+    return tuple(checks.number(name, x, least=0, below=1) for x in given)
 
 
 def _gemma3n(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:

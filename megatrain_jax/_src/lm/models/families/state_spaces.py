@@ -247,8 +247,7 @@ def _granitemoehybrid(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     linear = hf_common.layers_of_kind(fields, "layer_types", kinds, types, num_layers)
     state_space = read_state_space(fields, fields.integer("mamba_expand", 2) * sizes["hidden_size"])
     positions = fields.take("position_embedding_type", None)
-    if not isinstance(positions, str | None):
-        raise TypeError(checks.refused("position_embedding_type", "a string or null", positions))
+    checks.instance("position_embedding_type", positions, str | None, "a string or null")
     num = fields.integer("num_local_experts", 8, least=0)
     for name in ("num_experts_per_tok", "router_aux_loss_coef"):
         fields.take(name, None)  # have no effect without experts

@@ -42,12 +42,10 @@ def check_sampling(top_p: Any, top_k: Any, min_p: Any, repetition_penalty: Any) 
         TypeError: If one is no number.
         ValueError: If one is out of range.
     """
-    if checks.number("top_p", top_p, above=0) > 1:
-        raise ValueError(checks.refused("top_p", "at most 1", top_p))
+    checks.number("top_p", top_p, above=0, most=1)
     if top_k is not None:
         checks.integer("top_k", top_k, least=0, other=", or None")
-    if checks.number("min_p", min_p, least=0) > 1:
-        raise ValueError(checks.refused("min_p", "at most 1", min_p))
+    checks.number("min_p", min_p, least=0, most=1)
     checks.number("repetition_penalty", repetition_penalty, above=0)
 
 

@@ -261,9 +261,8 @@ def plan_of(
         length: Number of tokens of each text, prompt included.
         num_texts: Number of texts to write at a time, if they fit.
     """
-    if not isinstance(hardware, Hardware | str):
-        allowed = 'a Hardware or the name of a card, such as "H100"'
-        raise TypeError(checks.refused("hardware", allowed, hardware))
+    allowed = 'a Hardware or the name of a card, such as "H100"'
+    checks.instance("hardware", hardware, Hardware | str, allowed)
     machine = card(hardware) if isinstance(hardware, str) else hardware
     room = room.on(machine)
     form = room.choose(length, num_texts)
