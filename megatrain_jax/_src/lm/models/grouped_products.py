@@ -72,10 +72,7 @@ def product_within(
             matrix = jnp.concatenate([matrix, bias], axis=into)
         x = jnp.pad(x, ((0, 0), (0, _missing(x.shape[1]))))
         matrix = jnp.pad(matrix, [(0, 0)] + [(0, _missing(n)) for n in matrix.shape[1:]])
-        if shares is None:
-            y: Array = _product(x, matrix, sizes, out_first)
-        else:
-            y = _scaled_product(x, matrix, shares, sizes, out_first)
+        y: Array = _product(x, matrix, shares, sizes, out_first)
         return y[:, :width]
 
     return product
@@ -91,36 +88,11 @@ def _missing(size: int) -> int:
     return -size % SIZE_MULTIPLE
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _product(
     x: Float[Array, "rows a"],
     matrices: Float[Array, "groups b c"],
-    sizes: Int[Array, " groups"],
-    out_first: bool,
-) -> Float[Array, "rows d"]:
-    return _product_p.bind(x, matrices, sizes, out_first=out_first)
-
-
-def _forward(x, matrices, sizes, out_first):
-    return _product(x, matrices, sizes, out_first), (x, matrices, sizes)
-
-
-def _backward(out_first, saved, cotangent):
-    x, matrices, sizes = saved
-    dx = _product_p.bind(cotangent, matrices, sizes, out_first=not out_first)
-    pair = (cotangent, x) if out_first else (x, cotangent)
-    dmatrices = _outer_p.bind(*pair, sizes)
-    return dx, dmatrices, float0_cotangents(sizes)
-
-
-_product.defvjp(_forward, _backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _scaled_product(
-    x: Float[Array, "rows a"],
-    matrices: Float[Array, "groups b c"],
-    shares: Float[Array, " rows"],
+    shares: Float[Array, " rows"] | None,
     sizes: Int[Array, " groups"],
     out_first: bool,
 ) -> Float[Array, "rows d"]:
@@ -128,28 +100,33 @@ def _scaled_product(
     return _scaled(y, shares)
 
 
-def _scaled(rows: Array, shares: Array) -> Array:
+def _scaled(rows: Array, shares: Array | None) -> Array:
+    if shares is None:
+        return rows
     return (rows.astype(jnp.float32) * shares[:, None]).astype(rows.dtype)
 
 
-def _scaled_forward(x, matrices, shares, sizes, out_first):
-    return _scaled_product(x, matrices, shares, sizes, out_first), (x, matrices, shares, sizes)
+def _forward(x, matrices, shares, sizes, out_first):
+    return _product(x, matrices, shares, sizes, out_first), (x, matrices, shares, sizes)
 
 
-def _scaled_backward(out_first, saved, cotangent):
+def _backward(out_first, saved, cotangent):
     x, matrices, shares, sizes = saved
     before = _product_p.bind(cotangent, matrices, sizes, out_first=not out_first)
-    dshares = jnp.sum(x.astype(jnp.float32) * before.astype(jnp.float32), axis=1)
+    dshares = None
+    if shares is not None:
+        dshares = jnp.sum(x.astype(jnp.float32) * before.astype(jnp.float32), axis=1)
     # A factor of either row scales their outer product; the narrower row takes less memory traffic.
     if x.shape[1] < cotangent.shape[1]:
         x = _scaled(x, shares)
     else:
         cotangent = _scaled(cotangent, shares)
-    dmatrices = _outer_p.bind(*((cotangent, x) if out_first else (x, cotangent)), sizes)
+    pair = (cotangent, x) if out_first else (x, cotangent)
+    dmatrices = _outer_p.bind(*pair, sizes)
     return _scaled(before, shares), dmatrices, dshares, float0_cotangents(sizes)
 
 
-_scaled_product.defvjp(_scaled_forward, _scaled_backward)
+_product.defvjp(_forward, _backward)
 
 
 def grouped_product(x: Any, matrices: Any, sizes: Any, *, out_first: bool) -> Any:
