@@ -3,6 +3,7 @@
 Names of options, their defaults and the results are those of TRL's `GRPOTrainer`.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -228,26 +229,12 @@ def group_advantages(
             f"`rewards` has shape {flat.shape}, but must have one reward for each of "
             f"{size} completions (`num_generations`) of each prompt"
         )
-    groups = flat.reshape(-1, size)
-    counts = np.isfinite(groups)
-    means = _mean(groups, counts, axis=1)
-    found = groups - means
-    if scale_rewards == "group":
-        found /= _deviation(groups, counts, axis=1) + 1e-4
-    elif scale_rewards == "batch":
-        found /= _deviation(groups, counts, axis=None) + 1e-4
-    return np.where(counts, np.nan_to_num(found), 0).reshape(-1).astype(np.float32)
-
-
-def _mean(values: np.ndarray, counts: np.ndarray, axis: int | None) -> np.ndarray:
-    total = np.where(counts, values, 0).sum(axis=axis, keepdims=True)
-    return total / np.maximum(counts.sum(axis=axis, keepdims=True), 1)
-
-
-def _deviation(values: np.ndarray, counts: np.ndarray, axis: int | None) -> np.ndarray:
-    """The unbiased standard deviation; NaN for a single value."""
-    squares = np.where(counts, (values - _mean(values, counts, axis)) ** 2, 0)
-    number = counts.sum(axis=axis, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        variance = squares.sum(axis=axis, keepdims=True) / np.where(number > 1, number - 1, np.nan)
-    return np.sqrt(variance)
+    groups = np.where(np.isfinite(flat), flat, np.nan).reshape(-1, size)
+    axis = {"group": 1, "batch": None}
+    with warnings.catch_warnings():
+        # Of a group without rewards, whose mean is NaN, or with one, whose deviation is.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found = groups - np.nanmean(groups, axis=1, keepdims=True)
+        if scale_rewards in axis:
+            found /= np.nanstd(groups, axis[scale_rewards], ddof=1, keepdims=True) + 1e-4
+    return np.nan_to_num(found).reshape(-1).astype(np.float32)
