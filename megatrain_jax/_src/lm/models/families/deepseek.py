@@ -465,10 +465,8 @@ def _latent(
         plain_dim: Default of `qk_nope_head_dim`.
         value_dim: Default of `v_head_dim`.
     """
-    plain, value = (
-        fields.integer("qk_nope_head_dim", plain_dim),
-        fields.integer("v_head_dim", value_dim),
-    )
+    plain = fields.integer("qk_nope_head_dim", plain_dim)
+    value = fields.integer("v_head_dim", value_dim)
     rotated = fields.integer("qk_rope_head_dim", 64)
     if sizes["num_kv_heads"] != sizes["num_heads"] or value > plain + rotated:
         raise ValueError(

@@ -244,16 +244,14 @@ class GptOssAttention(Attention):
         return super().attend(q, k, v, segments, sinks=self.sinks[...], **options)
 
 
-class GptOssExperts(nnx.Module):
-    """The parameters of all experts of one layer, laid out as in the files: (experts, in, out)."""
+class GptOssExperts(InFirstExperts):
+    """The same with biases; even columns of `gate_up_proj` are the gate's."""
 
     def __init__(self, experts: Experts, wide: int, make: ParameterMaker):
-        """Makes the parameters; even columns of `gate_up_proj` are the gate's."""
-        num, inside = experts.num, experts.intermediate_size
-        self.gate_up_proj = make.weight(num, wide, 2 * inside)
-        self.gate_up_proj_bias = make.constant(0.0, num, 2 * inside)
-        self.down_proj = make.weight(num, inside, wide)
-        self.down_proj_bias = make.constant(0.0, num, wide)
+        """Makes the parameters."""
+        super().__init__(experts, wide, make)
+        self.gate_up_proj_bias = make.constant(0.0, experts.num, 2 * experts.intermediate_size)
+        self.down_proj_bias = make.constant(0.0, experts.num, wide)
 
 
 class GptOssMixture(MixtureOfExperts):
