@@ -12,6 +12,7 @@ import lzma
 import os
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -191,8 +192,11 @@ def given_rows(name: str, items: Iterable[Any], report: Report) -> Iterator[tupl
         items: The rows.
         report: See `rows`.
     """
-    numbered = ((RowOrigin(name, i, "row"), item) for i, item in enumerate(items, 1))
-    yield from _objects(numbered, RowOrigin(name), "there is no row", report)
+    yield from _objects(_numbered(name, items), RowOrigin(name), "there is no row", report)
+
+
+def _numbered(path: str, items: Iterable[Any]) -> Iterator[tuple[RowOrigin, Any]]:
+    return ((RowOrigin(path, number, "row"), item) for number, item in enumerate(items, 1))
 
 
 def rows(path: str, report: Report) -> Iterator[tuple[RowOrigin, Row]]:
@@ -443,11 +447,8 @@ def _is_json(line: bytes) -> bool:
 
 def _parquet(path: str) -> Iterator[tuple[RowOrigin, Any]]:
     with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
-        number = 0
-        for batch in file.iter_batches(batch_size=_rows_at_once(file.metadata)):
-            for row in batch_rows(batch):
-                number += 1
-                yield RowOrigin(path, number, "row"), row
+        batches = file.iter_batches(batch_size=_rows_at_once(file.metadata))
+        yield from _numbered(path, chain.from_iterable(map(batch_rows, batches)))
 
 
 def _rows_at_once(metadata: Any) -> int:
@@ -472,14 +473,15 @@ def _arrow(path: str) -> Iterator[tuple[RowOrigin, Any]]:
             batches = map(reader.get_batch, range(reader.num_record_batches))
         else:
             batches = pyarrow.ipc.open_stream(mapped)
-        number = 0
-        for batch in batches:
-            check_batch(batch)
-            size = _limited(batch.nbytes // max(1, batch.num_rows))
-            for at in range(0, batch.num_rows, size):
-                for row in batch_rows(batch.slice(at, size)):
-                    number += 1
-                    yield RowOrigin(path, number, "row"), row
+        yield from _numbered(path, chain.from_iterable(map(_checked_rows, batches)))
+
+
+def _checked_rows(batch: pyarrow.RecordBatch) -> Iterator[Any]:
+    """The rows of a batch of any length, some at a time."""
+    check_batch(batch)
+    size = _limited(batch.nbytes // max(1, batch.num_rows))
+    for at in range(0, batch.num_rows, size):
+        yield from batch_rows(batch.slice(at, size))
 
 
 def _delimited(delimiter: str) -> Callable[[str], Iterator[tuple[RowOrigin, Any]]]:
