@@ -7,7 +7,6 @@ import math
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +29,9 @@ def run(settings: PlanSettings) -> int:
     Raises:
         CommandError: If the request is invalid.
     """
-    with as_command_errors(), _planning_cache():
+    # Plans share common results. The garbage of tracing is half a GiB at most, and collecting it
+    # would take a sixth of the time.
+    with as_command_errors(), gc_paused(), remembering():
         if settings.model is None or settings.tokens is None:
             return _print_largest(settings)
         return _print_plan(settings, settings.model, settings.tokens)
@@ -109,16 +110,6 @@ def _advise_smallest(planner: Planner) -> str:
         return fits(Planner(changed, planner.machine).smallest(config))
 
     return _advise(planner.smallest(config), planner.settings, fits_with)
-
-
-@contextmanager
-def _planning_cache() -> Iterator[None]:
-    """Lets plans share common results, and pauses cyclic garbage collection.
-
-    The garbage is half a GiB at most, and collecting it would take a sixth of the time.
-    """
-    with gc_paused(), remembering():
-        yield
 
 
 # Rank of the suggested adapters.
