@@ -207,14 +207,11 @@ def _sum(
 ) -> Float[Array, ""]:
     """Sums the weighted losses of all tokens, chunk by chunk."""
 
-    def sum_part(*arrays):
-        def add(total, rows):
-            loss, _ = _chunk(options, head, *rows)
-            return total + loss, None
+    def add(total, rows):
+        loss, _ = _chunk(options, head, *rows)
+        return total + loss, None
 
-        return jax.lax.scan(add, jnp.float32(0), chunked(options.chunk, *arrays))[0]
-
-    return map_token_parts(options.parts, sum_part, hidden, labels, weights).sum()
+    return scan_chunks(options, add, jnp.float32(0), hidden, labels, weights)[0].sum()
 
 
 def sum_and_gradients(options: LossOptions, hidden, head, labels, weights):
@@ -229,31 +226,29 @@ def sum_and_gradients(options: LossOptions, hidden, head, labels, weights):
         head_gradient += logits_gradient.T @ hidden
     """
 
-    def sum_part(*arrays):
-        def add(carry, rows):
-            total, head_gradient = carry
-            loss, logits_gradient = _chunk(options, head, *rows)
-            logits_gradient = logits_gradient.astype(hidden.dtype)
-            # In fp32, because thousands of chunks may be summed; rounded once, at the end.
-            head_gradient += _product(logits_gradient, rows[0], 0, 0)
-            hidden_gradient = _product(logits_gradient, head, 1, 0).astype(hidden.dtype)
-            return (total + loss, head_gradient), hidden_gradient
+    def add(carry, rows):
+        total, head_gradient = carry
+        loss, logits_gradient = _chunk(options, head, *rows)
+        logits_gradient = logits_gradient.astype(hidden.dtype)
+        # In fp32, because thousands of chunks may be summed; rounded once, at the end.
+        head_gradient += _product(logits_gradient, rows[0], 0, 0)
+        hidden_gradient = _product(logits_gradient, head, 1, 0).astype(hidden.dtype)
+        return (total + loss, head_gradient), hidden_gradient
 
-        start = jnp.float32(0), jnp.zeros(head.shape, jnp.float32)
-        sums, gradient = jax.lax.scan(add, start, chunked(options.chunk, *arrays))
-        return *sums, gradient.reshape(-1, hidden.shape[1])[: arrays[0].shape[0]]
-
-    found = map_token_parts(options.parts, sum_part, hidden, labels, weights)
-    total, head_gradient, hidden_gradient = found
+    start = jnp.float32(0), jnp.zeros(head.shape, jnp.float32)
+    sums, hidden_gradient = scan_chunks(options, add, start, hidden, labels, weights)
+    total, head_gradient = sums
     # Cast first, so that devices exchange no more bytes than for ordinary gradients. Not to
     # float16: it can't hold a sum over many tokens before the division by their number.
     kept = "float32" if options.head_dtype == "float16" else options.head_dtype
     head_gradient = jax.lax.reduce_sum(head_gradient.astype(kept), axes=(0,))
-    return total.sum(), (hidden_gradient.reshape(hidden.shape), head_gradient, labels)
+    return total.sum(), (hidden_gradient, head_gradient, labels)
 
 
-def map_token_parts(parts: int, function: Callable[..., Any], *arrays: Shaped[Array, "tokens ..."]):
-    """Stacked results of a function on equal parts of the tokens, one for each device.
+def scan_chunks(
+    options: LossOptions, step: Callable[..., Any], start: Any, *arrays: Shaped[Array, "tokens ..."]
+) -> tuple[Any, Any]:
+    """Carries a value through chunks of tokens, in equal parts of them, one for each device.
 
     A device with a part's tokens runs its loop alone, with its own sums, which are added once at
     the end. With 8 tokens on 2 devices, in chunks of 2:
@@ -261,10 +256,33 @@ def map_token_parts(parts: int, function: Callable[..., Any], *arrays: Shaped[Ar
         step    first device     second device
         0       tokens 0, 1      tokens 4, 5
         1       tokens 2, 3      tokens 6, 7
+
+    Args:
+        options: The size of a chunk, and the number of parts.
+        step: Function of the value and a chunk's arrays; returns the next value, and the results of
+            the chunk's tokens, or None.
+        start: The value before a part's first chunk.
+        *arrays: The tokens' arrays.
+
+    Returns:
+        The last value of each part, stacked; and the results of all tokens, or None.
     """
-    if parts == 1:
-        return jax.tree.map(lambda x: x[None], function(*arrays))
-    return jax.vmap(function)(*(x.reshape(parts, -1, *x.shape[1:]) for x in arrays))
+
+    def of_part(*arrays):
+        last, found = jax.lax.scan(step, start, chunked(options.chunk, *arrays))
+        found = jax.tree.map(lambda x: _joined(x)[: arrays[0].shape[0]], found)
+        return last, found
+
+    if options.parts == 1:
+        last, found = jax.tree.map(lambda x: x[None], of_part(*arrays))
+    else:
+        parts = (x.reshape(options.parts, -1, *x.shape[1:]) for x in arrays)
+        last, found = jax.vmap(of_part)(*parts)
+    return last, jax.tree.map(_joined, found)
+
+
+def _joined(x: Shaped[Array, "parts tokens ..."]) -> Shaped[Array, "tokens ..."]:
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _backward(options: LossOptions, gradients, cotangent):
@@ -412,15 +430,11 @@ def _logs(
 ) -> Float[Array, " tokens"]:
     """The log-probabilities of all tokens, chunk by chunk."""
 
-    def of_part(*arrays: Array) -> Array:
-        def of_chunk(rows: Any) -> Array:
-            logits = label_logits(options, head, *rows)
-            return logits.of_label - logits.log_sum
+    def of_chunk(_: None, rows: Any) -> tuple[None, Array]:
+        logits = label_logits(options, head, *rows)
+        return None, logits.of_label - logits.log_sum
 
-        logs = jax.lax.map(of_chunk, tuple(chunked(options.chunk, *arrays)))
-        return logs.reshape(-1)[: arrays[0].shape[0]]
-
-    logs = map_token_parts(options.parts, of_part, hidden, labels).reshape(-1)
+    _, logs = scan_chunks(options, of_chunk, None, hidden, labels)
     # Such labels have no logit, so `of_label` is 0 and the result would look like a probability.
     beyond = jnp.where(labels >= head.shape[0], jnp.nan, logs)
     return jnp.where(labels < 0, 0, beyond)

@@ -17,11 +17,10 @@ from megatrain_jax._src.lm.cross_entropy import (
     LossOptions,
     array_of,
     checked_arrays,
-    chunked,
     label_logits,
     loss_options,
-    map_token_parts,
     next_token,
+    scan_chunks,
 )
 from megatrain_jax._src.lm.objectives.example_losses import mean
 
@@ -147,16 +146,12 @@ def _logs(
 ) -> Float[Array, "tokens k"]:
     """The student's log-probabilities of the stored tokens, chunk by chunk."""
 
-    def of_part(*arrays: Array) -> Array:
-        def of_chunk(rows: Any) -> Array:
-            logits, _ = _logits(options, head, rows[0])
-            found = jnp.take_along_axis(logits, rows[1], axis=1, mode="fill")
-            return found - jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    def of_chunk(_: None, rows: Any) -> tuple[None, Array]:
+        logits = _logits(options, head, rows[0])[0]
+        found = jnp.take_along_axis(logits, rows[1], axis=1, mode="fill")
+        return None, found - jax.nn.logsumexp(logits, axis=1, keepdims=True)
 
-        logs = jax.lax.map(of_chunk, tuple(chunked(options.chunk, *arrays)))
-        return logs.reshape(-1, ids.shape[1])[: arrays[0].shape[0]]
-
-    return map_token_parts(options.parts, of_part, hidden, ids).reshape(ids.shape)
+    return scan_chunks(options, of_chunk, None, hidden, ids)[1]
 
 
 def _logits(
@@ -179,25 +174,20 @@ def _backward(options: LossOptions, saved, cotangent):
     """
     hidden, head, ids = saved
 
-    def of_part(*arrays: Array) -> tuple[Array, Array]:
-        def add(total: Array, rows: Any) -> tuple[Array, Array]:
-            own, chosen, weights = rows
-            logits, slope = _logits(options, head, own)
-            by_logits = -jax.nn.softmax(logits, axis=1) * weights.sum(axis=1, keepdims=True)
-            numbers = jnp.arange(own.shape[0])[:, None]
-            by_logits = (by_logits.at[numbers, chosen].add(weights) * slope).astype(own.dtype)
-            # In fp32, because thousands of chunks may be summed.
-            by_head = jnp.einsum("tv,td->vd", by_logits, own, preferred_element_type=jnp.float32)
-            by_own = jnp.einsum("tv,vd->td", by_logits, head, preferred_element_type=jnp.float32)
-            return total + by_head, by_own.astype(hidden.dtype)
+    def add(total: Array, rows: Any) -> tuple[Array, Array]:
+        own, chosen, weights = rows
+        logits, slope = _logits(options, head, own)
+        by_logits = -jax.nn.softmax(logits, axis=1) * weights.sum(axis=1, keepdims=True)
+        numbers = jnp.arange(own.shape[0])[:, None]
+        by_logits = (by_logits.at[numbers, chosen].add(weights) * slope).astype(own.dtype)
+        # In fp32, because thousands of chunks may be summed.
+        by_head = jnp.einsum("tv,td->vd", by_logits, own, preferred_element_type=jnp.float32)
+        by_own = jnp.einsum("tv,vd->td", by_logits, head, preferred_element_type=jnp.float32)
+        return total + by_head, by_own.astype(hidden.dtype)
 
-        start = jnp.zeros(head.shape, jnp.float32)
-        by_head, by_hidden = jax.lax.scan(add, start, tuple(chunked(options.chunk, *arrays)))
-        return by_head, by_hidden.reshape(-1, hidden.shape[1])[: arrays[0].shape[0]]
-
-    by_head, by_hidden = map_token_parts(options.parts, of_part, hidden, ids, cotangent)
-    by_head = by_head.sum(axis=0).astype(head.dtype)
-    return by_hidden.reshape(hidden.shape), by_head, None
+    start = jnp.zeros(head.shape, jnp.float32)
+    by_head, by_hidden = scan_chunks(options, add, start, hidden, ids, cotangent)
+    return by_hidden, by_head.sum(axis=0).astype(head.dtype), None
 
 
 _logs.defvjp(_forward, _backward)
