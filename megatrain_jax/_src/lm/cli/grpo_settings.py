@@ -5,10 +5,11 @@ from typing import ClassVar, Literal
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.cli import run_settings
+from megatrain_jax._src.lm.common.grpo_fields import BOUNDS, GrpoFields
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoSettings(run_settings.RunSettings, run_settings.AdapterSettings):
+class GrpoSettings(run_settings.RunSettings, run_settings.AdapterSettings, GrpoFields):
     """Trains a checkpoint by rewards of its own completions (GRPO); the same command resumes.
 
     Attributes:
@@ -51,31 +52,12 @@ class GrpoSettings(run_settings.RunSettings, run_settings.AdapterSettings):
             (model), or both; default: adapter. Without adapters, model.
     """
 
-    bounds: ClassVar = run_settings.Settings.bounds | dict.fromkeys(
-        ("top_k", "log_completions"), {"least": 0}
-    )
+    bounds: ClassVar = run_settings.Settings.bounds | BOUNDS
     model: str
     rewards: list[str] | str
     steps: int
     reward_weights: list[float] | None = None
     ignore: list[str] | None = None
-    num_generations: int = 8
-    prompts_per_step: int = 8
-    max_completion_length: int = 512
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    beta: float = 0.0
-    use_bias_correction_kl: bool = True
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    num_iterations: int = 1
-    mask_truncated_completions: bool = False
-    log_completions: int = 0
     lora_alpha: float = 32.0
     warmup: float = 0.0
     decay: run_settings.Decay = "constant"

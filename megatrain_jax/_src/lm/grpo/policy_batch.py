@@ -11,16 +11,17 @@ from flax import nnx
 from jaxtyping import Array
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.lm.common.grpo_fields import BOUNDS, GrpoFields, LossType, ScaleRewards
 from megatrain_jax._src.lm.data.batches import pack, spread
 from megatrain_jax._src.lm.models.decoder import Decoder, WithReference, policy_of, token_log_probs
 from megatrain_jax._src.lm.models.generation.decoding import check_sampling
 from megatrain_jax._src.lm.models.generation.generate import Completion
 from megatrain_jax._src.lm.models.lora import without_lora
-from megatrain_jax._src.lm.objectives.policy_losses import LossType, ScaleRewards, policy_tokens
+from megatrain_jax._src.lm.objectives.policy_losses import policy_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoOptions:
+class GrpoOptions(GrpoFields):
     """The options of GRPO, with the names and, except for a step's size, the defaults of TRL.
 
     The size is `prompts_per_step` times `num_generations`.
@@ -60,33 +61,14 @@ class GrpoOptions:
         ValueError: If one is out of range.
     """
 
-    num_generations: int = 8
-    prompts_per_step: int = 8
-    max_completion_length: int = 512
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
     stop: Collection[int | str] | None = None
-    loss_type: LossType = "dapo"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    beta: float = 0.0
-    use_bias_correction_kl: bool = True
-    scale_rewards: ScaleRewards = "group"
     reward_weights: Sequence[float] | None = None
-    num_iterations: int = 1
-    mask_truncated_completions: bool = False
-    log_completions: int = 0
     shuffle: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Checks the options."""
-        bounds: dict[str, Any] = {"num_generations": {"least": 2}, "temperature": {"above": 0}}
-        bounds |= dict.fromkeys(("top_k", "log_completions"), {"least": 0})
-        checks.numbers(self, GrpoOptions, **bounds, seed={"least": 0, "most": 2**32 - 1})
+        checks.numbers(self, GrpoOptions, **BOUNDS, seed={"least": 0, "most": 2**32 - 1})
         check_sampling(self.top_p, self.top_k, self.min_p, self.repetition_penalty)
         for name, kinds in (("loss_type", LossType), ("scale_rewards", ScaleRewards)):
             checks.word(name, getattr(self, name), get_args(kinds))

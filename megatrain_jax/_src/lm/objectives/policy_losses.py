@@ -5,7 +5,7 @@ Names of options, their defaults and the results are those of TRL's `GRPOTrainer
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,10 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Shaped
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.lm.common.grpo_fields import LossType, ScaleRewards
 from megatrain_jax._src.lm.cross_entropy import REAL, array_of
 from megatrain_jax._src.lm.objectives.example_losses import columns, mean
 
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
-ScaleRewards = Literal["group", "batch", "none"]
 # The exponential of a larger number may not be finite in float32.
 _MOST_GAINED = 80.0
 
