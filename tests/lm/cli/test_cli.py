@@ -42,8 +42,16 @@ def count(config: dict[str, Any]) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
+_SIZES = (
+    "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim vocab_size tie_word_embeddings"
+)
+
+
 def test_known_models_have_the_published_number_of_parameters():
     assert len(known_models()) >= 40
+    for known in known_models().values():
+        assert set(_SIZES.split()) <= known.config.keys() and known.num_parameters > 0
     sample = random.Random(0).sample(sorted(known_models()), 16)
     for name, known in ((name, known_models()[name]) for name in sample):
         config = models.DecoderConfig.from_hf(known.config)

@@ -20,10 +20,6 @@ from megatrain_jax._src.lm.common.hf_folder import read_json, required_file
 _FILE = Path(__file__).with_name("catalogue.json")
 # What checkpoints of the same sizes add to a name: their training, or the month of their release.
 _VARIANT = re.compile(r"(-(it|pt|base|instruct|chat|thinking|hf|bf16|\d{4}))+$")
-_REQUIRED = frozenset(
-    ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    + ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +29,11 @@ class KnownModel:
     Attributes:
         num_parameters: The published number of the decoder's parameters; a tied embedding counts
             once.
-        config: The fields of its `config.json`.
-
-    Raises:
-        ValueError: If a size is missing, or the number of parameters is not positive.
+        config: The fields of its `config.json`, with all sizes.
     """
 
     num_parameters: int
     config: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        """Checks that all sizes are there."""
-        if missing := _REQUIRED - self.config.keys():
-            raise ValueError(f"a known model lacks {', '.join(sorted(missing))}: {self.config}")
-        if self.num_parameters < 1:
-            raise ValueError(f"`num_parameters` = {self.num_parameters} is not positive")
 
 
 @functools.cache
