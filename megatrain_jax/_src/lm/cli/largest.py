@@ -130,7 +130,7 @@ def _largest_of(
         return planned(config, n, least=False)
 
     # A few layers say nothing about the whole model's host memory, and no batch changes its state.
-    if may_not_fit and not _fits(whole(1)):
+    if may_not_fit and not fits(whole(1)):
         return None
 
     def share(n: int) -> float:
@@ -206,14 +206,12 @@ def _least_state_bytes(few: Plan, num_parameters: int) -> float:
     return few.host_bytes + (num_parameters - few.num_parameters) * each
 
 
-def _fits(plan: Plan | None) -> bool:
-    """Whether a plan fits; None is a plan that was refused."""
-    return plan is not None and fits(plan)
+def fits(plan: Plan | None) -> bool:
+    """Whether a plan fits the device, and the host unless its memory is unknown.
 
-
-def fits(plan: Plan) -> bool:
-    """Whether a plan fits the device, and the host unless its memory is unknown."""
-    return bool(plan.fits_device) and plan.fits_host is not False
+    None is a plan that was refused.
+    """
+    return plan is not None and bool(plan.fits_device) and plan.fits_host is not False
 
 
 def least_host_bytes(few: Plan, config: DecoderConfig) -> float:
@@ -339,7 +337,7 @@ def confirmed(planned: Callable[[int], Plan | None], place: int | None) -> tuple
     known = functools.cache(planned)
     numbers = _NUMBERS[: place + 1]
     # Fractions near 1 make the search go down in small steps first: most often the next one fits.
-    found = largest(lambda n: 0.99 if _fits(known(n)) else 1.01, numbers[-1], numbers)
+    found = largest(lambda n: 0.99 if fits(known(n)) else 1.01, numbers[-1], numbers)
     plan = None if found is None else known(numbers[found])
     return None if found is None or plan is None else (numbers[found], plan)
 
