@@ -117,8 +117,15 @@ class Matrix:
         return weight.reshape(math.prod(weight.shape[: self.num_in]), -1).T
 
 
-def matrix_of(module: Any) -> Matrix | None:
-    """Returns the matrix of a module that can have adapters, or None."""
+def matrix_of(module: Any) -> Matrix:
+    """Returns the matrix of a module that can have adapters."""
+    found = find_matrix(module)
+    assert found is not None
+    return found
+
+
+def find_matrix(module: Any) -> Matrix | None:
+    """Returns the matrix of a module if it can have adapters, or None."""
     if isinstance(module, Linear | ExpertMatrix):
         return Matrix(name="weight", out_first=True)
     if isinstance(module, nnx.Linear):
@@ -160,7 +167,6 @@ def _with_norms(self: Any, x: Any, y: Any, added: Any, a: Any, b: Any) -> Any:
     of both products. A row of zeros, without a direction, stays one; in PEFT it becomes NaN.
     """
     matrix = matrix_of(self)
-    assert matrix is not None
     rows = matrix.rows(getattr(self, matrix.name)[...]).astype(a.dtype)
     norms = jnp.linalg.norm(rows + self.lora_settings.scale * (b @ a), axis=1)
     factor = self.lora_magnitude[...] / jax.lax.stop_gradient(norms + (norms == 0))
@@ -202,7 +208,7 @@ def is_adapted(module: Any) -> bool:
 def add_adapters(path: ModulePath, module: Any, settings: Settings) -> None:
     """Adds fresh adapters to a module, in place; it must have a `matrix_of`."""
     matrix = matrix_of(module)
-    assert matrix is not None and not is_adapted(module)
+    assert not is_adapted(module)
     shapes = matrix.shapes(getattr(module, matrix.name).shape, settings.rank)
     # Changing the class, not wrapping the module, keeps its parameters' paths.
     module.__class__ = _adapted_class(type(module))
@@ -242,7 +248,6 @@ def merged_matrix(module: Any, index: int | None = None) -> ComputedArray:
         index: The matrix's number in a stack; None for all.
     """
     matrix, settings = matrix_of(module), module.lora_settings
-    assert matrix is not None
     whole = getattr(module, matrix.name)
     at = ... if index is None else index
 
@@ -440,7 +445,6 @@ def merge_lora(model: "nnx.Module | mt.Trainer") -> nnx.Module:
     copy = _copy(_model(model))
     for _, module in _adapted(copy):
         matrix = matrix_of(module)
-        assert matrix is not None
         variable = getattr(module, matrix.name)
         variable.set_value(np.asarray(merged_matrix(module), variable.dtype))
         remove_adapters(module)
@@ -487,7 +491,7 @@ def _add(
     matrices = {
         _matrix_name(path, module): (path, module)
         for path, module in modules_of(model)
-        if matrix_of(module) is not None
+        if find_matrix(module) is not None
     }
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     shapes = {name_of(path): variable.shape for path, variable in state}  # type: ignore[arg-type]
@@ -525,9 +529,7 @@ def _add(
 
 
 def _matrix_name(path: ModulePath, module: Any) -> str:
-    matrix = matrix_of(module)
-    assert matrix is not None
-    return name_of((*path, matrix.name))
+    return name_of((*path, matrix_of(module).name))
 
 
 def _model(given: Any) -> nnx.Module:
@@ -580,7 +582,6 @@ def _with_fresh_adapters(params: Any, chosen: Mapping[ModulePath, Any]) -> dict[
             at = at.setdefault(str(key), {})
         if module.lora_settings.dora:
             matrix = matrix_of(module)
-            assert matrix is not None
             at["lora_magnitude"] = _norms(at.get(matrix.name), matrix, module.lora_magnitude.shape)
         at["lora_A"] = _fresh(path, module.lora_A.shape, module.lora_settings)
         # A broadcast zero takes four bytes for any shape; its elements are never stored.
