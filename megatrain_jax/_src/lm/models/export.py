@@ -59,10 +59,9 @@ from megatrain_jax._src.lm.models.pretrained import (
 from megatrain_jax._src.lm.models.quantised import check_decoded, open_weights
 from megatrain_jax._src.lm.models.tensors import (
     CODES,
-    ITEM_BYTES,
     NamedTensor,
+    check_known,
     listed,
-    some,
     stack_experts,
     write_tensors,
 )
@@ -426,11 +425,7 @@ def _kept(config: DecoderConfig, source: Path | None) -> list[NamedTensor]:
         return name not in own and family.keeps(name, config.num_layers, config.unread)
 
     kept = [tensor for name, tensor in tensors.items() if keeps(name)]
-    unknown = [
-        f"{tensor.name} ({tensor.dtype})" for tensor in kept if tensor.dtype not in ITEM_BYTES
-    ]
-    if unknown:
-        raise ValueError(f"tensors in {folder} have a dtype that isn't known: {some(unknown)}")
+    check_known(folder, {tensor.name: tensor.dtype for tensor in kept})
     check_decoded(folder, kept, config.original)
     return [NamedTensor(name=tensor.name, array=tensor, code=tensor.dtype) for tensor in kept]
 

@@ -62,9 +62,9 @@ from megatrain_jax._src.lm.models.quantised import check_decoded, check_quantisa
 from megatrain_jax._src.lm.models.tensors import (
     CODES,
     DTYPES,
-    ITEM_BYTES,
     NamedTensor,
     Tensor,
+    check_known,
     finite_numbers,
     lazy_array,
     listed,
@@ -663,8 +663,7 @@ def merge_adapter(
         values.get("text_config", values)["vocab_size"] = rows
     arrays = stack_experts(arrays) if was_stacked else arrays
     codes = {name: tensors[name].dtype for name in arrays}
-    if unknown := [name for name in arrays if codes[name] not in ITEM_BYTES]:
-        raise ValueError(f"tensors in {at_base} have a dtype that isn't known: {some(unknown)}")
+    check_known(at_base, codes)
     written = [NamedTensor(name=n, array=a, code=codes[n]) for n, a in arrays.items()]
     # A tokenizer beside the adapters has the tokens and the template that they were trained with.
     copied = companions(at_base) | companions(source)

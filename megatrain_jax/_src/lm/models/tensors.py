@@ -211,6 +211,16 @@ def _starts(path: Path) -> dict[str, int]:
     return {name: 8 + length + about["data_offsets"][0] for name, about in header.items()}
 
 
+def check_known(folder: Path, codes: Mapping[str, str]) -> None:
+    """Checks the dtypes of tensors by name, in the notation of safetensors, before writing them.
+
+    Raises:
+        ValueError: If one isn't known.
+    """
+    if unknown := [f"{name} ({code})" for name, code in codes.items() if code not in ITEM_BYTES]:
+        raise ValueError(f"tensors in {folder} have a dtype that isn't known: {some(unknown)}")
+
+
 def same(one: Tensor, other: Tensor) -> bool:
     """Whether two matrices have the same bits, compared a few rows at a time."""
     if (one.shape, one.dtype) != (other.shape, other.dtype) or len(one.shape) != 2:
