@@ -57,7 +57,8 @@ def left_out(
     # Templates reformat tools, so this compares with the text rendered without them.
     found = {"tools"} if tools and render(messages, None) == text else set()
     parts = list(_parts(messages))
-    marks = [_mark(number) for number in range(len(parts))]
+    # Nine letters and digits, the format that Mistral's templates require for a tool call's id.
+    marks = [f"zq{number:07d}" for number in range(len(parts))]
     marked = render(_replaced(messages, parts, marks), tools)
     if marked is not None:
         parts = [p for p, mark in zip(parts, marks, strict=True) if mark not in marked]
@@ -65,11 +66,6 @@ def left_out(
     if parts and render(_replaced(messages, parts, marks), tools) != text:
         parts = [p for p in parts if render(_replaced(messages, [p], marks), tools) == text]
     return found | {part.name for part in parts}
-
-
-def _mark(number: int) -> str:
-    # Nine letters and digits, the format that Mistral's templates require for a tool call's id.
-    return f"zq{number:07d}"
 
 
 def _replaced(
