@@ -157,7 +157,7 @@ def test_completions_are_the_server_s_by_the_newest_weights(server: Server):
         written.append(generate(*args, **options))
         return written[-1]
 
-    result = run(keeping, steps=2)
+    result = run(keeping, steps=2, top_k=0)  # as None
     differences = [r["sampling/sampling_logp_difference/mean"] for r in result.history]
     # Without a restriction, tokens are drawn by the probabilities of all.
     for completion in itertools.chain(*written):
@@ -169,6 +169,7 @@ def test_completions_are_the_server_s_by_the_newest_weights(server: Server):
     assert paths.count("/collective_rpc") == paths.count("/reset_prefix_cache") == 2
     asked = [body for path, body in server.calls if path == "/v1/completions"]
     assert len({body["seed"] for body in asked}) == len(asked) == 4
+    assert {body["top_k"] for body in asked} == {-1}
     assert {tuple(body["prompt"]) for body in asked} == {(5, 7, 1), (4,)}
 
 

@@ -403,6 +403,13 @@ def test_what_is_not_supported_is_named(changes, named):
         DecoderConfig.from_hf(SIZES | {"model_type": "llama"} | changes)
 
 
+def test_labels_of_a_wrong_type_are_named():
+    scorer = SIZES | {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}
+    assert DecoderConfig.from_hf(scorer | {"id2label": None}).scores == 2
+    with refuses(TypeError, "`id2label`", 3):
+        DecoderConfig.from_hf(scorer | {"id2label": 3})
+
+
 @pytest.mark.filterwarnings("ignore:attn_factor of rotary embeddings:UserWarning")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_configurations_of_released_checkpoints(name):

@@ -103,7 +103,7 @@ class InferenceServer:
             "max_tokens": max_tokens,
             "temperature": temperature,
             "top_p": top_p,
-            "top_k": -1 if top_k is None else top_k,
+            "top_k": top_k or -1,
             "min_p": min_p,
             "repetition_penalty": repetition_penalty,
             "stop": [x for x in stops if isinstance(x, str)],
@@ -125,7 +125,7 @@ class InferenceServer:
 
         # The first process asks, and the others get its answers.
         found = distributed.in_first(write, trainer)
-        restricted = top_p < 1 or top_k is not None or min_p > 0 or repetition_penalty != 1
+        restricted = top_p < 1 or bool(top_k) or min_p > 0 or repetition_penalty != 1
         return [
             _completion(number, prompts[number], sample, choice, restricted=restricted)
             for number, choices in enumerate(found)

@@ -118,7 +118,7 @@ def read_config(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, 
     names = fields.listed("architectures", str, "names") or []
     # A classifier on the same body has a different head, and no logits of tokens.
     is_scorer = names in ([family.scorer_class], [family.tagger_class])
-    scores = len(config.get("id2label", _TWO_LABELS)) if is_scorer else 0
+    scores = len(fields.mapping("id2label") or _TWO_LABELS) if is_scorer else 0
     others = [n for n in names if n != family.architecture and not scores]
     if others:
         raise ValueError(
