@@ -252,17 +252,13 @@ class Summary:
                 "answers that share a token with the prompt or the text behind them, which is not "
                 f"learned: {self.num_blurred:,}"
             )
-        if self.changed:
-            lines.append(f"as the options say: {_by_rows(self.changed)}")
-        if self.ignored:
-            lines.append(f"fields that nothing reads: {_by_rows(self.ignored)}")
-        if self.not_shown:
-            lines.append(
-                "fields that the chat template leaves out, of one message at least: "
-                f"{_by_rows(self.not_shown)}"
-            )
+        of_rows = {
+            "as the options say": self.changed,
+            "fields that nothing reads": self.ignored,
+            "fields that the chat template leaves out, of one message at least": self.not_shown,
+        }
+        for what, counts in of_rows.items():
+            if counts:
+                rows = (f"{name} ({count:,} rows)" for name, count in counts.items())
+                lines.append(f"{what}: {', '.join(rows)}")
         return "\n".join(lines)
-
-
-def _by_rows(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} ({count:,} rows)" for name, count in counts.items())
