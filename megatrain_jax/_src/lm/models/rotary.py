@@ -91,13 +91,15 @@ class Rope:
         checks.numbers(self, Rope, **bounds, turning={"least": 0, "most": self.dim // 2})
         if self.query_growth and not self.original_length:
             raise ValueError("a Rope with `query_growth` needs `original_length`")
+        if self.dim % 2:
+            raise ValueError(f"`dim` of a Rope must be even, but is {self.dim}")
         for name in ("short_factors", "long_factors"):
-            if not isinstance(getattr(self, name), tuple):
-                raise TypeError(checks.refused(name, "a tuple of numbers", getattr(self, name)))
-            for factor in getattr(self, name):
+            factors = checks.instance(name, getattr(self, name), tuple, "a tuple of numbers")
+            for factor in factors:
                 checks.number(name, factor, above=0)
-        if self.dim <= 0 or self.dim % 2:
-            raise ValueError(f"`dim` of a Rope must be positive and even, but is {self.dim}")
+            if self.kind == "longrope" and len(factors) != self.dim // 2:
+                allowed = f"{self.dim // 2} numbers, half of `dim`"
+                raise ValueError(checks.refused(name, allowed, factors))
         needs_original = self.kind in ("yarn", "longrope", "llama3")
         if needs_original and not self.original_length:
             raise ValueError(f"a Rope of kind {self.kind!r} needs `original_length`")
@@ -110,13 +112,6 @@ class Rope:
             )
         if self.kind == "yarn" and self.base <= 1:
             raise ValueError(f"`base` of a Rope of kind 'yarn' must be above 1, but is {self.base}")
-        if self.kind == "longrope":
-            for name in ("short_factors", "long_factors"):
-                if len(getattr(self, name)) != self.dim // 2:
-                    raise ValueError(
-                        f"`{name}` of a Rope must hold {self.dim // 2} numbers, "
-                        f"but holds {len(getattr(self, name))}"
-                    )
 
 
 def cos_sin_tables(rope: Rope, positions: Positions) -> CosSin:
