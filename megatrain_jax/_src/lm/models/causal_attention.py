@@ -97,16 +97,25 @@ def attention(
             checks.number(name, value, above=0)
     if chunk is not None:
         segments = _in_chunks(segments, q.shape[:2], chunk)
+    return _in_rows(q, k, v, segments, window, softcap, scale, sinks, piece)
+
+
+def _in_rows(
+    q, k, v, segments, window, softcap, scale, sinks=None, piece=None, images=None, ahead=0
+) -> Queries:
+    """Computes attention within rows; see `attention` and `in_spans`."""
     length = q.shape[1]
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     # A window of the full length restricts nothing, and attention without a window is faster.
     if window is not None and window >= length:
         window = None
-    if softcap is None and sinks is None and fits_cudnn(q, packed=segments is not None):
-        return _by_cudnn(q, k, v, segments, scale, window, causal=True)
+    is_causal = images is None
+    fits = fits_cudnn(q, packed=segments is not None or not is_causal)
+    if softcap is None and sinks is None and fits and (is_causal or length <= _LONGEST_MASKED):
+        return _by_cudnn(q, k, v, segments, scale, window, causal=is_causal, images=images)
     piece = min(piece or piece_of(q.shape), length)
     spans = tuple(spans_of(length, piece))
-    return in_spans(q, k, v, segments, sinks, spans, piece, window, softcap, scale)
+    return in_spans(q, k, v, segments, sinks, spans, piece, window, softcap, scale, images, ahead)
 
 
 def _by_cudnn(
@@ -444,14 +453,6 @@ class ImageRows(Past):
         """Computes `attention` within rows."""
         if options["chunk"] is not None or options["sinks"] is not None:
             self.refuse()
-        length, scale = q.shape[1], options["scale"]
-        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        piece = piece_of(q.shape)
-        spans = tuple(spans_of(length, piece))
-        window = options["window"]
-        window = None if window is not None and window >= length else window
-        if options["softcap"] is None and length <= _LONGEST_MASKED and fits_cudnn(q, packed=True):
-            numbers = self.segments, scale, window
-            return _by_cudnn(q, k, v, *numbers, causal=False, images=self.images)
-        numbers = self.segments, None, spans, piece, window, options["softcap"], scale
-        return in_spans(q, k, v, *numbers, self.images, self.most)
+        numbers = (options[name] for name in ("window", "softcap", "scale"))
+        images = {"images": self.images, "ahead": self.most}
+        return _in_rows(q, k, v, self.segments, *numbers, **images)
