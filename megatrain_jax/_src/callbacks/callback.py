@@ -3,7 +3,6 @@
 import abc
 import html
 import math
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +13,7 @@ from typing import Any
 from megatrain_jax import FitResult, Trainer
 from megatrain_jax._src.common.checks import is_number
 from megatrain_jax._src.common.outside import naming, needing
-from megatrain_jax._src.common.unfinished import naming_file
+from megatrain_jax._src.common.unfinished import naming_file, replaced_file
 
 
 class Callback:
@@ -197,10 +196,8 @@ class TextFile:
 def replace_file(path: Path, lines: Iterable[str]) -> None:
     """Replaces a file atomically: readers see either the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".new")
-    with naming_file(new), new.open("w", encoding="utf-8", newline="") as file:
+    with replaced_file(path) as new, new.open("w", encoding="utf-8", newline="") as file:
         file.writelines(lines)
-    os.replace(new, path)
 
 
 def _indented(value: object) -> str:

@@ -191,3 +191,12 @@ def naming_file(path: Path) -> Iterator[None]:
         if error.errno is None or error.filename is not None:
             raise
         raise type(error)(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Yields the path of a new file, which then replaces one: it is complete, or as it was."""
+    new = path.with_name(f"{path.name}.unfinished")
+    with naming_file(new):
+        yield new
+    os.replace(new, path)

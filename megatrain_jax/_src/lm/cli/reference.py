@@ -9,7 +9,6 @@ one checkpoint, identified by its content, and one precision.
 import gc
 import hashlib
 import itertools
-import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ import optax
 import megatrain_jax as mt
 from megatrain_jax import data, distributed, objectives
 from megatrain_jax._src.common.progress import tqdm
-from megatrain_jax._src.common.unfinished import naming_file
+from megatrain_jax._src.common.unfinished import replaced_file
 from megatrain_jax._src.lm.cli.recipe import Job
 from megatrain_jax._src.lm.cli.run_data import has_bar
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
@@ -65,12 +64,10 @@ class ReferenceLogProbs:
         path = self.path
         if number := jax.process_index():
             path = path.with_stem(f"{path.stem}-{number}")
-        unfinished = path.with_suffix(".unfinished")
         digests = np.frombuffer(b"".join(self.values), np.uint8).reshape(-1, _SIZE)
         values = np.array(list(self.values.values()), np.float32)
-        with naming_file(unfinished), unfinished.open("wb") as file:
+        with replaced_file(path) as unfinished, unfinished.open("wb") as file:
             np.savez(file, key=self.key, digests=digests, values=values)
-        os.replace(unfinished, path)
 
     def missing(self, batch: _Batch) -> bool:
         """Whether it lacks an answer of a batch."""

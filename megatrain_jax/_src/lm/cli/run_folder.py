@@ -5,7 +5,6 @@ depend on what it has just written, so they ask it (`distributed.in_first`).
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from megatrain_jax import distributed
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import integer, naming
 from megatrain_jax._src.common.settings import changes
-from megatrain_jax._src.common.unfinished import naming_file
+from megatrain_jax._src.common.unfinished import replaced_file
 from megatrain_jax._src.lm.cli.run_settings import CHANGEABLE_OPTIONS, RunSettings
 from megatrain_jax._src.lm.common.hf_folder import read_json, regular_file
 
@@ -212,11 +211,9 @@ class RunFolder:
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         if not distributed.is_first():
             return
-        unfinished = self.path / f"{name}.unfinished"
         # Complete or absent, whenever the process dies.
-        with naming_file(unfinished):
+        with replaced_file(self.path / name) as unfinished:
             unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        os.replace(unfinished, self.path / name)
 
 
 def _as_json(settings: RunSettings) -> dict[str, Any]:
