@@ -13,7 +13,6 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from megatrain_jax._src.callbacks.callback import (
 )
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import as_value_errors, integer, naming, parsed_json
+from megatrain_jax._src.common.suggestions import did_you_mean
 from megatrain_jax._src.common.unfinished import naming_file
 
 
@@ -390,9 +390,8 @@ def _check_wandb(wandb: Any, init: Mapping[str, Any]) -> None:
     is_open = any(row.kind is inspect.Parameter.VAR_KEYWORD for row in known.values())
     for name, value in init.items():
         if name not in known and not is_open:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(known)}"
-            raise TypeError(f"`wandb.init` has no argument `{name}`; {hint}")
+            hint = did_you_mean(name, known) or f"; it has {', '.join(known)}"
+            raise TypeError(f"`wandb.init` has no argument `{name}`{hint}")
         # wandb's Settings validates values, and has different names for some arguments.
         settings = wandb.Settings.model_fields
         field = next((field for field in (name, f"run_{name}") if field in settings), None)

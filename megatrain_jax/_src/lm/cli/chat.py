@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -310,7 +310,7 @@ def open_chat_model(settings: ChatSettings) -> ChatModel:
             model = _adapted(_imported("peft", needs_peft), model, folder, about)
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(settings.seed)
-    ends = {*_listed(model.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id)}
+    ends = {*listed(model.generation_config.eos_token_id), *listed(tokenizer.eos_token_id)}
     if has_adapters and (path := hf_folder.regular_file(folder, hf_folder.GENERATION_CONFIG)):
         ends.update(hf_folder.end_tokens_of(hf_folder.read_json(path)))  # PEFT doesn't read it
     options = _options(settings, sorted(ends), tokenizer)
@@ -352,12 +352,6 @@ def _options(settings: ChatSettings, ends: list[int], tokenizer: Any) -> dict[st
     elif settings.temperature is not None:
         options |= {"do_sample": True, "temperature": settings.temperature}
     return options
-
-
-def _listed(ids: int | Sequence[int] | None) -> Sequence[int]:
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else ids
 
 
 def _imported(name: str, otherwise: str) -> Any:

@@ -3,7 +3,7 @@
 They need no JAX, so that settings are checked before anything heavy is imported.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
@@ -306,11 +306,11 @@ class RunSettings(StepSettings):
         return listed(self.logs)
 
 
-def listed(given: Sequence[str] | str | None) -> list[str]:
-    """The entries of a setting that may be one text or several."""
+def listed(given: Any) -> list[Any]:
+    """The entries of a setting that may be one value, several or None."""
     if given is None:
         return []
-    return [given] if isinstance(given, str) else list(given)
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 # Options that may change when a run is resumed, because they affect neither batches nor updates;

@@ -38,7 +38,6 @@ from megatrain_jax._src.lm.data.tokenizer import FastTokenizer
 _ABOUT = "corpus.json"
 # Changes with the format of the files and with the meaning of tokens and labels.
 _VERSION = 2
-_CHUNK = 2**24
 # Arrays of a corpus besides values by name.
 _ARRAYS = ("tokens", "learned", "starts", "lengths", "goes_on", "documents")
 
@@ -217,11 +216,8 @@ def _arrays_of(corpus: Corpus) -> dict[str, np.ndarray]:
 def _checksum(path: Path) -> str:
     """A checksum of a file's bytes, read a part at a time."""
     check_regular(path)
-    found = xxhash.xxh3_128()
     with path.open("rb") as stream:
-        while part := stream.read(_CHUNK):
-            found.update(part)
-    return found.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def _hash(about: Any) -> str:
