@@ -96,7 +96,17 @@ def delta_rule_and_state(
     *,
     span_bytes: int = SPAN_BYTES,
 ) -> tuple[Values, State]:
-    """Returns the result of `gated_delta_rule` by chunks, and the state after the last token."""
+    """Returns the result of `gated_delta_rule` by chunks, and the state after the last token.
+
+    Args:
+        q: See `gated_delta_rule`.
+        k: See `gated_delta_rule`.
+        v: See `gated_delta_rule`.
+        log_decay: See `gated_delta_rule`.
+        rate: See `gated_delta_rule`.
+        segments: See `gated_delta_rule`.
+        span_bytes: Bytes, in fp32, of queries and values of the chunks that are prepared at once.
+    """
     rows, length, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
     group = heads // key_heads

@@ -2,7 +2,6 @@
 
 from megatrain_jax._src.lm.models import kernel_checks
 from megatrain_jax._src.lm.models.delta_rule import (
-    SPAN_BYTES,
     Keys,
     Numbers,
     Segments,
@@ -21,8 +20,6 @@ def gated_delta_rule(
     log_decay: Numbers,
     rate: Numbers | None,
     segments: Segments | Past | None = None,
-    *,
-    span_bytes: int = SPAN_BYTES,
 ) -> Values:
     """Returns the values that queries read from a state to which tokens write one after another.
 
@@ -38,7 +35,6 @@ def gated_delta_rule(
             queries and keys as they are (Mamba-2, https://arxiv.org/abs/2405.21060).
         segments: The document of each token; each document starts with an empty state. None if each
             row is one document. While text is generated, a `Past` with the state so far.
-        span_bytes: Bytes, in fp32, of queries and values of the chunks that are prepared at once.
 
     Returns:
         An array with the shape and dtype of `v`.
@@ -47,4 +43,4 @@ def gated_delta_rule(
         return segments.delta_rule(q, k, v, log_decay, rate)
     if rate is not None and fits(q, k, v) and kernel_checks.has_delta_rule():
         return delta_rule(q, k, v, log_decay, rate, segments)
-    return delta_rule_and_state(q, k, v, log_decay, rate, segments, span_bytes=span_bytes)[0]
+    return delta_rule_and_state(q, k, v, log_decay, rate, segments)[0]
