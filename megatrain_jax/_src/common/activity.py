@@ -5,7 +5,9 @@ Other processes print the words while they wait for it, and the error of a run t
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
+from typing import Never
 
 
 class Activity:
@@ -21,6 +23,33 @@ class Activity:
         """Begins outside of this library."""
         self.doing: tuple[str, bool] = "", False
         self.count = 0
+        self._taker: threading.Thread | None = None
+        self._lock = threading.RLock()
+
+    def change(self, doing: tuple[str, bool]) -> tuple[str, bool]:
+        """Begins another activity, and returns the one before."""
+        with self._lock:
+            if self._taker in (None, threading.current_thread()):
+                before, self.doing = self.doing, doing
+                self.count += 1
+                return before
+        _stay()
+
+    def take(self) -> bool:
+        """Lets this thread go on with the process's work, if the main thread is in the user's code.
+
+        The main thread never comes back from there: it waits for the end of the process.
+        """
+        with self._lock:
+            if self.doing[1]:
+                self._taker = threading.current_thread()
+            return self.doing[1]
+
+
+def _stay() -> Never:
+    while True:
+        with contextlib.suppress(BaseException):  # a signal raises nothing here
+            time.sleep(3600)
 
 
 HERE = Activity()
@@ -34,13 +63,11 @@ def doing(what: str, *, of_user: bool = False) -> Iterator[None]:
         what: The activity in words, to follow "it was".
         of_user: Whether the body is the user's code, which may be interrupted.
     """
-    before, HERE.doing = HERE.doing, (what, of_user)
-    HERE.count += 1
+    before = HERE.change((what, of_user))
     try:
         yield
     finally:
-        HERE.doing = before
-        HERE.count += 1
+        HERE.change(before)
 
 
 def progressed() -> None:

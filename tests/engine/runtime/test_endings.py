@@ -34,7 +34,7 @@ SCRIPT = HELPERS / "ending.py"
 SECONDS = 60
 TERMINATED = 143
 # What the victim can't end by itself.
-HELD = "stop", "busy"
+HELD = ("stop",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,11 +166,14 @@ each_case = pytest.mark.parametrize(("count", "victim"), CASES)
 
 
 @each_case
+@pytest.mark.parametrize("event", ["stuck", "busy"])
 @pytest.mark.parametrize("to", ["all", "other", "victim"])
-def test_sigterm_saves_the_last_step_though_a_process_waits_for_data(tmp_path, count, victim, to):
+def test_sigterm_saves_the_last_step_though_a_process_waits_for_data(
+    tmp_path, count, victim, to, event
+):
     runs = Runs(tmp_path, count, victim)
     act = {"all": "all", "other": str((victim + 1) % count), "victim": str(victim)}[to]
-    found = runs.run("stuck", act)
+    found = runs.run(event, act)
     assert found.statuses == [TERMINATED] * count, found.printed
     assert found.steps[-1] == 5
     runs.check_resumed()
@@ -206,10 +209,9 @@ def test_a_process_that_is_killed_while_others_wait_for_it_in_jax_ends_them(
 
 
 @each_case
-@pytest.mark.parametrize("event", ["stop", "busy"])
-def test_sigterm_ends_all_but_a_process_that_can_not_be_interrupted(tmp_path, count, victim, event):
+def test_sigterm_ends_all_but_a_process_that_is_stopped(tmp_path, count, victim):
     runs = Runs(tmp_path, count, victim)
-    found = runs.run(event, "all")
+    found = runs.run("stop", "all")
     for i, printed in enumerate(found.printed):
         if i != victim:
             assert found.statuses[i] == TERMINATED, printed
@@ -235,9 +237,10 @@ def test_an_error_in_one_process_is_quoted_by_all_and_the_last_step_is_saved(
 
 
 @each_case
-def test_a_stall_ends_all_with_their_stacks_and_the_last_step_saved(tmp_path, count, victim):
+@pytest.mark.parametrize("event", ["stuck", "busy"])
+def test_a_stall_ends_all_with_their_stacks_and_the_last_step_saved(tmp_path, count, victim, event):
     runs = Runs(tmp_path, count, victim)
-    found = runs.run("stuck", STALL=5)
+    found = runs.run(event, STALL=5)
     assert found.statuses == [1] * count, found.printed
     for printed in found.printed:
         assert "StalledError" in last_error(printed) and "ending.py" in printed, printed

@@ -1,15 +1,19 @@
 """The thread that ends a run whose main thread can't: after a signal, and if it hangs."""
 
+import io
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, suppress
 from typing import Any
 
 import pytest
 
 from boards import FakeBoard, FakeClock, look, present, processes_of
-from megatrain_jax._src.common.activity import doing, progressed
+from megatrain_jax._src.common.activity import HERE, doing, progressed
 from megatrain_jax._src.engine.runtime import watch
 from megatrain_jax._src.engine.runtime.interrupt import Signals, _is_within, deferred_interrupt
 from megatrain_jax._src.engine.runtime.watch import StalledError, Watch
@@ -48,6 +52,116 @@ def pass_time(watch: Watch, seconds: float, numbers: tuple[int, ...] = ()) -> No
         watch.look([])
 
 
+@pytest.fixture
+def untaken() -> Iterator[None]:
+    """The main thread's work is its own again, at the end of a test."""
+    yield
+    HERE._taker, HERE.doing = None, ("", False)
+
+
+@pytest.mark.parametrize("cause", ["SIGTERM", "SIGINT", "a stall"])
+@pytest.mark.parametrize("is_users", [True, False])
+@pytest.mark.parametrize("can_be", [True, False])
+def test_what_holds_the_main_thread_in_the_users_code_is_left_behind(
+    cause, is_users, can_be, untaken
+):
+    found, _ = watch_of(processes_of(FakeBoard()), 100)
+    errors: list[BaseException] = []
+
+    def take_over(error: BaseException) -> None:
+        errors.append(error)
+        HERE.doing = "saving", False
+
+    if can_be:
+        found.take_over = take_over
+    with doing("drawing batch 3", of_user=is_users):
+        if cause == "a stall":
+            pass_time(found, 102)
+        else:
+            pass_time(found, 1, (signal.Signals[cause],))
+        pass_time(found, 3)
+        assert not errors
+        pass_time(found, 10)
+    wanted = {"SIGTERM": KeyboardInterrupt, "a stall": StalledError}.get(cause)
+    assert [type(error) for error in errors] == [wanted] * (is_users and can_be and bool(wanted))
+
+
+def test_a_thread_that_is_left_behind_does_nothing_more(untaken):
+    begun, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def held() -> None:
+        with doing("drawing batch 3", of_user=True):
+            begun.set()
+            goes_on.wait()
+            with suppress(BaseException), doing("saving"):
+                ended.set()
+        ended.set()
+
+    with doing("reading"):
+        assert not HERE.take()
+    threading.Thread(target=held, daemon=True).start()
+    assert begun.wait(20) and HERE.take()
+    goes_on.set()
+    with doing("saving in its place"):
+        assert HERE.doing == ("saving in its place", False)
+    assert not ended.wait(0.01) and HERE.doing[0] == "drawing batch 3"
+
+
+@pytest.mark.parametrize("held", ["data", "callback", "last callback"])
+def test_another_thread_saves_the_last_step_if_the_main_thread_is_held(
+    held, tmp_path, monkeypatch, untaken
+):
+    reached, never, ended = threading.Event(), threading.Event(), threading.Event()
+    called: list[Any] = []
+    saved: list[bool] = []  # before the last records are told
+
+    def look(watch: Watch, numbers: list[int]) -> None:
+        if reached.is_set() and not ended.is_set() and HERE.take():
+            assert watch.take_over is not None
+            with redirect_stderr(io.StringIO()) as said:
+                watch.take_over(KeyboardInterrupt())
+            called.append(said.getvalue())
+            os.write(watch._write, b"\0")  # ends this thread
+            ended.set()
+
+    monkeypatch.setattr(Watch, "look", look)
+    monkeypatch.setattr(watch, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(Processes, "end_held", lambda self, why: called.append(why))
+
+    def hang() -> None:
+        reached.set()
+        never.wait()
+
+    def batches() -> Iterator[Any]:
+        yield from map(batch, range(3))
+        if held == "data":
+            hang()
+
+    class Log:
+        def __call__(self, trainer: Any, record: dict[str, float]) -> None:
+            called.append(record["step"])
+            if reached.is_set():
+                saved.append((tmp_path / "3").is_dir())
+            if (held, record["step"]) in (("callback", 1), ("last callback", 3)):
+                hang()
+
+        def end(self, result: Any) -> None:
+            called.append(result.ended)
+
+    options = {"data": batches(), "callbacks": [Log()]}
+    thread = threading.Thread(target=fit, args=(tmp_path, None), kwargs=options, daemon=True)
+    thread.start()
+    assert ended.wait(20)
+    *told, why, said = called
+    # The next step is dispatched before a step's record is told.
+    last = 2 if held == "callback" else 3
+    steps = [1] if held == "callback" else [1, 2, 3]
+    assert saved == [True, True] * (held == "data")
+    assert told == [*steps, *["interrupted"] * (held == "data")]
+    assert tells(said, str(tmp_path)) and (tmp_path / str(last)).is_dir()
+    assert ("drawing" if held == "data" else "Log") in why
+
+
 @pytest.mark.parametrize("is_users", [True, False])
 def test_the_users_code_is_interrupted_some_seconds_after_sigterm(is_users):
     found, signals = watch_of(Processes())
@@ -79,6 +193,7 @@ def test_sigterm_of_a_peer_ends_this_process_as_its_own():
         board.show(1, ending="SIGTERM")
         pass_time(found, 5)
     assert len(signals.errors) == 1 and signals.names == "SIGTERM"
+    assert found._processes.status == 143
 
 
 def test_a_run_stalls_if_no_process_gets_on_for_as_long_as_allowed(capfd):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from signal import Signals
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import jax
@@ -314,7 +314,8 @@ def test_a_process_ends_after_its_peers_but_not_long_after_an_error(
     assert sign["gone"] and sign["failed"] == failed
     limit = 0 if failed and index else of_processes._SECONDS_FOR_PEERS if failed else 1000
     wanted = 500 if leaves_after is None else leaves_after
-    assert len(naps) == min(wanted, round(limit / of_processes._LOOK_SECONDS))
+    last = failed and not index  # the peer has shown its last sign, but not ended
+    assert len(naps) == min(wanted, round(limit / of_processes._LOOK_SECONDS)) + last
 
 
 @pytest.mark.parametrize("in_jax", [True, False])
@@ -611,6 +612,33 @@ def test_after_an_error_of_any_process_none_waits_for_jaxs_end(
         "": "process 1" if peer_failed else "peer",
     }
     assert named[own] in text and bool(text) == (own != "raised")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_process_without_its_main_thread_tells_why_and_takes_no_part_in_jaxs_end(
+    count, ended, monkeypatch
+):
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        of_processes, "time", SimpleNamespace(sleep=lambda _: None, monotonic=time.monotonic)
+    )
+    monkeypatch.setattr(of_processes.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(
+        of_processes, "end", lambda text, status: ended.append((text, status, True))
+    )
+    board = FakeBoard()
+    held = processes_of(board, 2, 1) if count == 2 else of_processes.Processes()
+    held._signs = cast(Any, SimpleNamespace(join=lambda seconds: None))
+    held.status = 143
+    held.end_held("it was drawing batch 7")
+    ((text, status, _),) = ended
+    assert tells(text, "drawing batch 7") and status == 143
+    if count == 2:
+        present(held).exchange()
+        peer = processes_of(board)
+        look(peer, 0)
+        assert tells(present(peer).failures, "process 1", "drawing batch 7")
+        assert not present(held).failures
 
 
 def test_what_a_process_did_in_jax_is_told_as_it_is_ended(ended):

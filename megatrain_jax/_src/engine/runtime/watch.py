@@ -8,7 +8,12 @@ Example: SIGTERM while one of two processes waits for its next batch:
     0 s     both note the signal; the first one waits for the second one's message
     3 s     the second one's data is interrupted as by a second signal; it tells the first one
     then    both complete the steps in flight and save the last one
-    10 s    if its data is stuck where Python can't interrupt it, the first one ends without it
+
+If its data is stuck where Python can't interrupt it, as in a read from a dead disk, the thread
+takes the run over: the main thread never comes back from there.
+
+    5 s     the second one's thread tells the first one; both complete the steps in flight and save
+    then    the second process ends, in the middle of its main thread's work
 """
 
 import faulthandler
@@ -16,6 +21,7 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Callable
 
 from megatrain_jax._src.common.activity import HERE
 from megatrain_jax._src.engine.runtime.interrupt import Signals
@@ -25,6 +31,8 @@ from megatrain_jax._src.engine.state.processes import PATIENCE_SECONDS, Processe
 # The user's code has so long to come to an end after the first signal; after a stall, until all
 # processes know of it.
 _GRACE_SECONDS, _STALL_GRACE_SECONDS = 3.0, 2.0
+# If it has not come to its end after these, it is left behind.
+_HELD_SECONDS = 5.0
 # A process whose main thread hangs elsewhere ends after these, without a save.
 _HANGS_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
@@ -40,7 +48,12 @@ class StalledError(RuntimeError):
 
 
 class Watch:
-    """The thread, while a run trains; it is a context manager within the run's `Signals`."""
+    """The thread, while a run trains; it is a context manager within the run's `Signals`.
+
+    Attributes:
+        take_over: Ends the run and the process in place of the main thread, with the error that
+            this thread has in vain tried to raise there; None if the run can't be taken over.
+    """
 
     def __init__(self, signals: Signals, processes: Processes, stall_seconds: float | None):
         """Makes a thread that has not begun.
@@ -50,6 +63,7 @@ class Watch:
             processes: The processes that share the run.
             stall_seconds: See `fit`.
         """
+        self.take_over: Callable[[BaseException], None] | None = None
         self._signals, self._processes = signals, processes
         self._stall_seconds = stall_seconds
         self._clock = Clock()
@@ -105,8 +119,6 @@ class Watch:
         for number in numbers:
             if number == signal.SIGTERM and self._has_insisted:
                 continue  # this thread's own, or a further one
-            if number == signal.SIGTERM:
-                processes.status = TERMINATED
             processes.hurry(signal.Signals(number).name)
             self._begin_ending(signal.Signals(number).name)
         if (presence := processes.presence) is not None:
@@ -122,6 +134,8 @@ class Watch:
             self._end(self._clock.seconds - self._since)
 
     def _begin_ending(self, reason: str) -> None:
+        if reason == "SIGTERM":
+            self._processes.status = TERMINATED
         if not self._ending:
             self._ending, self._since = reason, self._clock.seconds
 
@@ -146,17 +160,21 @@ class Watch:
             faulthandler.dump_traceback(2)
         _, is_users = HERE.doing
         grace = _STALL_GRACE_SECONDS if is_stalled else _GRACE_SECONDS
-        if is_users and not self._has_insisted and seconds > grace:
+        if is_users and seconds > grace:
             if is_stalled:
                 error: BaseException = StalledError(self._text)
             elif name == "SIGTERM":
                 error = KeyboardInterrupt()
             else:
                 return  # a second Ctrl-C does it
-            self._has_insisted = True
-            if not is_stalled and not self._signals.has_received:
-                self._signals.note(signal.SIGTERM)  # it came to another process
-            self._signals.insist(error)
+            if not self._has_insisted:
+                self._has_insisted = True
+                if not is_stalled and not self._signals.has_received:
+                    self._signals.note(signal.SIGTERM)  # it came to another process
+                self._signals.insist(error)
+            take_over = self.take_over
+            if take_over is not None and seconds > _HELD_SECONDS and HERE.take():
+                take_over(error)
         presence = processes.presence
         hangs = is_stalled and seconds > _HANGS_SECONDS and not self._signals.ending
         if hangs and presence is not None and not presence.waits:

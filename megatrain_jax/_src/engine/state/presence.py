@@ -63,8 +63,9 @@ class Sign:
         ending: The reason why it wants all processes to end soon, such as "SIGTERM"; "" for none.
         lost: The error after which it has no state left to save; "" while it has.
         gone: Whether it has left the run for good.
-        why: The reason why it could not wait for a peer, and has left; "" if there is none.
-        failed: Whether it has left after an error, and takes no part in JAX's end.
+        why: The reason why it has left, if it could not wait for a peer or its own main thread.
+        failed: Whether it has left after an error, or without its main thread, and takes no part in
+            JAX's end.
     """
 
     beat: int = 0
@@ -197,9 +198,13 @@ class Presence:
         return min(peers, key=self._changed.__getitem__)
 
     @property
-    def failed_peers(self) -> list[int]:
-        """The peers that have left after an error."""
-        return [i for i, s in enumerate(self.signs) if s and s.failed and i != self._index]
+    def failures(self) -> str:
+        """The peers that have failed, in words with their reasons; "" if there are none."""
+        rows = [(i, s) for i, s in enumerate(self.signs) if s and s.failed and i != self._index]
+        return "; ".join(
+            f"{self.named(i)} has ended{f': {s.why}' if s.why else ' with an error'}"
+            for i, s in rows
+        )
 
     def verdict(self) -> str:
         """Why this process can't wait for one of its peers any longer; "" if it can."""

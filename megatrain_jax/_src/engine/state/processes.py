@@ -97,7 +97,7 @@ class Processes:
         # Of several processes; a single one uses neither.
         self._board, self._peers = BoundedBoard(cast(Board, board)), cast(Presence, self.presence)
         self._unreachable: str | None = None
-        self._since, self._has_noticed = 0.0, False
+        self._since, self._has_noticed, self._is_held = 0.0, False, False
         self._changed, self._is_over = threading.Event(), False
         self._signs = threading.Thread(target=self._show_signs, name="signs of life", daemon=True)
 
@@ -209,6 +209,19 @@ class Processes:
         if self._unreachable is None:
             self._since = self.presence.clock.seconds if self.presence else 0.0
             self._unreachable = why
+
+    def end_held(self, why: str) -> None:
+        """Ends this process, after the run, though its main thread is held.
+
+        Args:
+            why: The reason, for a message here and in all other processes.
+        """
+        self._is_held = True
+        if self.presence is not None:
+            self._wait_for_end_of_peers(why)
+        _end_children()
+        logging.shutdown()
+        end(f"This process ends: {why}.", self.status)
 
     def activities(self) -> str:
         """What each process is doing, for a message."""
@@ -363,19 +376,18 @@ class Processes:
         )
         if not self._has_failed:
             # The thread must not use JAX's client while that is shut down.
-            if not presence.failed_peers and not self._signs.is_alive():
+            if not presence.failures and not self._signs.is_alive():
                 return
-            failed = ", ".join(map(presence.named, presence.failed_peers)) or "a peer"
-            text = f"{failed} has ended with an error"
+            text = presence.failures or "a peer has ended with an error"
         _end_children()
         logging.shutdown()
         end(f"{text}. Exit status {self.status}" if text else "", self.status, stacks=False)
 
-    def _wait_for_end_of_peers(self) -> None:
+    def _wait_for_end_of_peers(self, why: str = "") -> None:
         """Waits until all peers that show signs of life have left; not long after an error."""
         presence = self._peers
         presence.gone, presence.failed = True, self._has_failed
-        presence.why = self._unreachable or ""
+        presence.why = self._unreachable or why
         self._changed.set()
         while presence.has_peers and not self._has_failed:
             time.sleep(_LOOK_SECONDS)
@@ -384,14 +396,17 @@ class Processes:
         until = time.monotonic() + _SECONDS_FOR_PEERS
         while self.is_first and presence.has_peers and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
+        if self.is_first and self._has_failed:
+            time.sleep(2 * _LOOK_SECONDS)  # between their last signs and their ends
         self._is_over = True
         self._changed.set()
         self._signs.join(_LAST_SIGN_SECONDS)
 
     @property
     def _has_failed(self) -> bool:
-        """Whether the peers can't be reached, or the script has ended with an error."""
-        return self._unreachable is not None or getattr(sys, "last_value", None) is not None
+        """Whether the peers can't be reached, or the script has not come to its own end."""
+        is_cut_off = self._is_held or getattr(sys, "last_value", None) is not None
+        return self._unreachable is not None or is_cut_off
 
 
 def _end_children() -> None:

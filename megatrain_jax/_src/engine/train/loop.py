@@ -125,6 +125,7 @@ class Loop:
         # Complete records that some callbacks have not got yet; if a signal or a callback's error
         # leaves some here, the run's end reports them.
         self.unreported: deque[_Report] = deque()
+        self._is_in_callback = self._is_taken = False
 
     def begin(self) -> None:
         """Calls `begin` of all callbacks that have it."""
@@ -139,10 +140,14 @@ class Loop:
         Raises:
             Exception: The first error of a callback, after all have been called.
         """
-        call_all(
-            partial(self._call, callback, getattr(callback, "end", None), result)
-            for callback in self.begun
-        )
+
+        def calls() -> Iterator[Callable[[], None]]:
+            while self.unreported:
+                yield self._report
+            for callback in self.begun:
+                yield partial(self._call, callback, getattr(callback, "end", None), result)
+
+        call_all(calls())
 
     def check_eval_data(self, drawn: tuple[Any, Iterable[Any]] | None) -> None:
         """Checks the first batch of `eval_data`, because an evaluation may come hours later.
@@ -232,6 +237,16 @@ class Loop:
         if is_unevaluated(self.trainer.history, self.options):
             self.trainer.history[-1].update(self._evaluate())
 
+    def take_over(self) -> None:
+        """Lets a thread finish in place of the main thread, which the user's code holds.
+
+        Callbacks may hang, too: they get the last records after the last step is saved. If one of
+        them holds the main thread, none is called any more.
+        """
+        self._is_taken = True
+        if self._is_in_callback:
+            self.callbacks, self.begun = (), []
+
     def finish(self) -> None:
         """Completes every record, without evaluating, and moves all state to the host.
 
@@ -250,7 +265,7 @@ class Loop:
 
         def calls() -> Iterator[Callable[[], None]]:
             yield read
-            while self.unreported:
+            while self.unreported and not self._is_taken:
                 yield self._report
 
         call_all(calls())
@@ -323,6 +338,7 @@ class Loop:
             # A callback that stops the run would do so again for the steps that were still in
             # flight.
             name = getattr(function, "__qualname__", type(function).__qualname__)
+            self._is_in_callback = True
             with (
                 suppress(*([KeyboardInterrupt] if self.signals.ending else [])),
                 doing(f"in the callback {name}", of_user=True),
@@ -332,6 +348,8 @@ class Loop:
             # It must not run into this error again.
             self.callbacks = tuple(one for one in self.callbacks if one is not callback)
             raise
+        finally:
+            self._is_in_callback = False
         if self.trainer.num_steps != before:
             self.callbacks = ()  # the state is no longer that of the records
             raise RuntimeError(

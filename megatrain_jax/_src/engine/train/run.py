@@ -11,7 +11,8 @@ signal, by an error here or in another process. In each case the same steps foll
    exits.
 
 From the moment the loop stops, signals are only counted, because they ask for the save that is
-under way. Only a third Ctrl-C gives up the save.
+under way. Only a third Ctrl-C gives up the save. If the user's code holds the main thread, another
+one does all this in its place, and ends the process; see `watch.py`.
 
 Example, one process with a checkpoint folder: SIGTERM arrives during step 7. Step 7 is completed,
 its record goes to the callbacks, `checkpoints/7` is written, callbacks end, and the process exits
@@ -29,6 +30,7 @@ from typing import Any
 
 import jax
 
+from megatrain_jax._src.common.activity import HERE
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.options.options import LoopOptions
@@ -93,7 +95,7 @@ class Run:
         shown = {"desc": _bar_text(trainer, progress), "unit": "step", "disable": not progress}
         with (
             Signals() as signals,
-            Watch(signals, processes, options.stall_seconds),
+            Watch(signals, processes, options.stall_seconds) as watch,
             tqdm(total=self._total(left), **shown) as bar,
         ):
 
@@ -107,6 +109,23 @@ class Run:
 
             position = partial(self._position, before)
             loop = Loop(trainer, options, series, position, bar, signals)
+            has_stopped = False
+
+            def take_over(raised: BaseException) -> None:
+                what, _ = HERE.doing
+                signals.ending = True
+                loop.take_over()
+                late = error if has_stopped else told(raised)
+                late = self._finish_run(loop, late, before, watch)
+                found = result_of(trainer, late, signals.names, all_steps=steps is not None)
+                _tell_ending(found, late, signals, series, shown=processes.is_first)
+                if not _returns_result(late):
+                    _tell_error(late)
+                if series is not None:
+                    series.release()
+                processes.end_held(f"it was {what}, which can't be interrupted")
+
+            watch.take_over = take_over
             try:
                 try:
                     # Not earlier: a signal before the `try` would end the run without a result.
@@ -128,25 +147,20 @@ class Run:
                 signals.ending = True
             except KeyboardInterrupt as late:  # of a signal that came since
                 error = error or told(late)
+            has_stopped = True
             insisted: KeyboardInterrupt | None = None
             try:
-                error = self._finish_run(loop, error, before)
+                error = self._finish_run(loop, error, before, watch)
             # The third signal aborts the save.
             except KeyboardInterrupt as third:
                 insisted = third
         result = result_of(trainer, error, signals.names, all_steps=steps is not None)
-        if result.ended in ("stopped", "interrupted"):
-            if progress or (signals.has_received and processes.is_first):
-                where = ""
-                if series is not None and _returns_result(error) and insisted is None:
-                    where = f", saved in {series.folder}"
-                _print_ending(result, signals.names, where)
+        is_shown = progress or (signals.has_received and processes.is_first)
+        _tell_ending(result, error, signals, None if insisted else series, shown=is_shown)
         # Last of all, as SIGTERM itself would do.
         if signals.terminates:
             if not _returns_result(error):
-                # The exit shows no cause.
-                notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-                tqdm.write(f"{type(error).__name__}: {error}{notes}", file=sys.stderr)
+                _tell_error(error)  # the exit shows no cause
             raise SystemExit(TERMINATED) from error
         if insisted is not None:
             raise insisted
@@ -162,7 +176,7 @@ class Run:
         return left if left is not None or length is None else max(0, length - self.first)
 
     def _finish_run(
-        self, loop: Loop, error: BaseException | None, before: int
+        self, loop: Loop, error: BaseException | None, before: int, watch: Watch
     ) -> BaseException | None:
         """Completes the steps in flight, saves the last one, and calls the callbacks' `end`.
 
@@ -173,6 +187,7 @@ class Run:
         series, signals, steps = loop.series, loop.signals, loop.options.steps
         if processes.unreachable is None:
             error = _complete(loop, error, processes)
+        watch.take_over = None
         if processes.unreachable is None:
             if series is not None:
                 loop.bar.set_description("saving")
@@ -221,12 +236,29 @@ def _bar_text(trainer: Trainer, shown: bool) -> str | None:
     return f"training{several}, {sized(trainer.plan.host_share_bytes)} each"
 
 
-def _print_ending(result: FitResult, signals: str, where: str) -> None:
+def _tell_ending(
+    result: FitResult,
+    error: BaseException | None,
+    signals: Signals,
+    series: RunCheckpoints | None,
+    *,
+    shown: bool,
+) -> None:
     """Reports that a run was stopped or interrupted, its last step, and where that is saved."""
-    by = f" by {signals}" if signals else ""
+    if not shown or result.ended not in ("stopped", "interrupted"):
+        return
+    where = ""
+    if series is not None and _returns_result(error):
+        where = f", saved in {series.folder}"
+    by = f" by {signals.names}" if signals.names else ""
     reason = f": {result.reason}" if result.ended == "stopped" else ""
     after = f"after step {result.trainer.num_steps}{where}{reason}"
     tqdm.write(f"{result.ended.capitalize()}{by} {after}.", file=sys.stderr)
+
+
+def _tell_error(error: BaseException | None) -> None:
+    notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+    tqdm.write(f"{type(error).__name__}: {error}{notes}", file=sys.stderr)
 
 
 def _tell_peers(error: BaseException, processes: Processes, signals: Signals) -> BaseException:

@@ -98,6 +98,10 @@ class RunCheckpoints:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """See `release`."""
+        self.release()
+
+    def release(self) -> None:
         """Releases the folder, after the checkpoint being written is complete."""
         self._workspace.release(run=True)
 
