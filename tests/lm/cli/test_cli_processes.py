@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from cables import Hosts, can_make_hosts
 from cli_runs import make_given, trained
 from commands import BEGINS
 from megatrain_jax import distributed
@@ -35,17 +36,21 @@ class Ran:
     printed: list[list[str]]
 
 
-def in_processes(folder: Path, count: int, devices: int, calls: list[Any]) -> Ran:
-    """Runs commands in processes that have what torchrun would tell them."""
+def in_processes(
+    folder: Path, count: int, devices: int, calls: list[Any], hosts: Hosts | None = None
+) -> Ran:
+    """Runs commands in processes that have what torchrun would tell them; each on its host."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", f"device_count={devices}")
-    shared = {"XLA_FLAGS": flags, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    address = hosts.address if hosts else "localhost"
+    shared = {"XLA_FLAGS": flags, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    command = [sys.executable, str(HELPERS / "commands.py"), json.dumps(calls)]
     files = [folder / f"statuses-{port}-{i}.json" for i in range(count)]
     running = [
         subprocess.Popen(
-            [sys.executable, str(HELPERS / "commands.py"), json.dumps(calls)],
+            hosts.on(i, command) if hosts else command,
             env={
                 **os.environ,
                 **shared,
@@ -262,6 +267,32 @@ def test_processes_write_and_reward_what_one_process_does(number, name, runs, tm
         (folder / "log.jsonl.txt").read_text() for folder in (runs.folder / name, tmp_path / "one")
     )
     assert texts == others
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not can_make_hosts(), reason="needs root, iproute2 and unshare, to make hosts")
+def test_hosts_train_reward_and_sample_what_processes_of_one_host_do(runs, tmp_path):
+    whole = options(runs.folder, tmp_path / "whole", samples="count", **EVALUATED)
+    calls = [whole, rewarded(runs.folder, tmp_path / "rewarded")]
+    with Hosts(2) as hosts:
+        rows = [
+            ([name, *call], None) for name, call in zip(("finetune", "grpo"), calls, strict=True)
+        ]
+        ran = in_processes(tmp_path, 2, 2, rows, hosts)
+    assert ran.statuses == [[0, 0], [0, 0]], ran.printed
+    (first, other), _ = ran.printed
+    assert tells(first, "2 processes", "2 hosts", "4 devices") and "finished" not in other
+    here, there = (
+        text[text.index("samples after step 6") :] for text in (first, runs.first.printed[1][0])
+    )
+    assert here.splitlines()[:2] == there.splitlines()[:2]
+    for name in ("whole", "rewarded"):
+        for tensor, x in weights(runs.folder / name / "model").items():
+            np.testing.assert_array_equal(x, weights(tmp_path / name / "model")[tensor], tensor)
+        for record in history(tmp_path / name):
+            assert record["slowest_process"] in (0, 1) and record["slowest_seconds"] > 0
+    texts = [(folder / "rewarded/log.jsonl.txt").read_text() for folder in (runs.folder, tmp_path)]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.exhaustive
