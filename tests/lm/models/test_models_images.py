@@ -422,6 +422,26 @@ def test_samples_answer_questions_with_images(given):
         callbacks.Samples([prompt], tokenizer, logits=lambda _, batch: batch["tokens"])
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3-vl"])
+def test_memory_counts_the_images_of_the_largest_prompt(kind, tmp_path):
+    """A single prompt's patches take more than its tokens, wherever it stands."""
+    model = filled(models.load_pretrained(checkpoint(tmp_path, kind)[1], images=True))
+    arrays = batch(kind=kind)
+    many, none = arrays["tokens"][0], [2, 5, 6]
+    images = {name: array[0] for name, array in images_of(arrays).items()}
+    prompt = {"tokens": many[: np.flatnonzero(many < IMAGE)[-1] + 1], **images}
+    memory = GenerationMemory(open_source(model), None)
+    entries = 1 << (len(images["pixel_values"]) - 1).bit_length()
+    size = 32 if len(prompt["tokens"]) + 2 <= 32 else 48
+    budget = memory.with_images(entries).needs(size, 1, resident=False)
+    assert budget > memory.needs(size, 1, resident=False)
+    just = GenerationMemory(open_source(model), budget).with_images(entries)
+    assert just.choose(size, 1).num_rows == 1
+    with refuses(MemoryError, "device_budget", "images"):
+        models.generate(model, [none, prompt, none], max_tokens=2, device_budget=budget - 1)
+    assert GenerationMemory(open_source(model), budget - 1).choose(size, 1).num_rows == 1
+
+
 def test_prompts_of_equal_tokens_have_their_own_images(given):
     model, pixels = filled(given[1]), batch()["pixel_values"][0]
     ids = [2, *[IMAGE] * VECTORS, 6]

@@ -81,6 +81,11 @@ class VisionConfig(ABC):
 
     token: int
 
+    @property
+    @abstractmethod
+    def tower_sizes(self) -> tuple[int, int, int]:
+        """Patches of an entry of a row's `pixel_values`, and the widths of blocks and MLPs."""
+
     @abstractmethod
     def make(self, decoder: "DecoderOptions", make: ParameterMaker) -> nnx.Module:
         """Makes the module `vision` of a decoder.

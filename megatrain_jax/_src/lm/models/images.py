@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Integer
 from megatrain_jax._src.lm.models.arrays import check_array
 from megatrain_jax._src.lm.models.causal_attention import ImageRows
 from megatrain_jax._src.lm.models.decoder_options import Placed, VisionConfig
+from megatrain_jax._src.lm.models.families.patch_tower import TowerConfig
 
 PIXELS = "(rows, images, channels, height, width)"
 
@@ -21,14 +22,22 @@ class FixedImages(VisionConfig):
     """A vision part for images of one size. Its module maps pixels to vectors.
 
     Attributes:
+        tower: The sizes of its tower.
         tokens_per_image: Vectors of an image.
         pixels: Channels, height and width of an image.
         mutual: Whether the vectors of an image attend to each other in both directions.
     """
 
+    tower: TowerConfig
     tokens_per_image: int
     pixels: tuple[int, int, int]
     mutual: bool
+
+    @property
+    def tower_sizes(self) -> tuple[int, int, int]:
+        """Patches and widths; see `VisionConfig`."""
+        tower = self.tower
+        return tower.patches_per_side**2, tower.hidden_size, tower.intermediate_size
 
     def place(
         self,

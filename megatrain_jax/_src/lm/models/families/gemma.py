@@ -68,11 +68,9 @@ class Gemma3VisionConfig(FixedImages):
     """The sizes of Gemma 3's vision part.
 
     Attributes:
-        tower: The sizes of its tower.
         inside: Part of the names of the tower's tensors in the checkpoint.
     """
 
-    tower: TowerConfig
     inside: str = field(default="", compare=False)
 
     def make(self, decoder: DecoderOptions, make: ParameterMaker) -> Vision:

@@ -40,12 +40,10 @@ class InternVisionConfig(FixedImages):
     """The sizes of InternVL's vision part.
 
     Attributes:
-        tower: The sizes of its tower.
         merge: Patches along a side of a square, which becomes one vector.
         activation: Activation of the projector.
     """
 
-    tower: TowerConfig
     merge: int
     activation: str
 

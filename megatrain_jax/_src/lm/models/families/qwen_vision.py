@@ -149,6 +149,11 @@ class QwenVisionConfig(VisionConfig):
     sections: tuple[int, ...]
 
     @property
+    def tower_sizes(self) -> tuple[int, int, int]:
+        """Patches and widths; see `VisionConfig`."""
+        return 1, self.hidden_size, self.intermediate_size
+
+    @property
     def patch(self) -> int:
         """The numbers of a patch."""
         return self.channels * self.frames * self.patch_size**2

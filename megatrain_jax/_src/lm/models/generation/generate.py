@@ -506,7 +506,9 @@ class Generator:
         texts = _texts(opened, config.vision, num_samples)
         size = bucket(max(map(len, rows)) + max_tokens)
         sharing = self._source.sharing
-        form = self._memory.choose(size, min(-(-len(texts) // sharing.count), max_batch))
+        entries = max((_room(x["pixel_values"])[0] for _, x in opened if x), default=0)
+        memory = self._memory.with_images(entries)
+        form = memory.choose(size, min(-(-len(texts) // sharing.count), max_batch))
         task = WritingTask(
             max_tokens=max_tokens,
             sampling_kind=sampling_kind,
