@@ -41,20 +41,20 @@ from megatrain_jax._src.engine.spec.work import forward_work
 from megatrain_jax._src.engine.state.placement import placed_on
 from workloads import LISTS, random_workload
 
-TABLE = Path(__file__).with_suffix(".json")
+_TABLE = Path(__file__).with_suffix(".json")
 TOLERANCE = 1e-6
 GIB = 2**30
 _OF_PROCESS = {"host_process_bytes", "host_fixed_bytes", f"host_parts {REST}"}
-_Figures = dict[str, float | str]
-_Row = tuple[str, Callable[[], _Figures]]
+Figures = dict[str, float | str]
+_Row = tuple[str, Callable[[], Figures]]
 ADAM, CLIPPED = optax.adam(1e-3), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 _LION = optax.lion(1e-3)
 MUON = optax.contrib.muon(1e-3)
 
 
-def _of_schedule(schedule: Schedule) -> _Figures:
+def _of_schedule(schedule: Schedule) -> Figures:
     """Seconds and bytes of a schedule, and what it keeps and copies."""
-    found: _Figures = {
+    found: Figures = {
         name: getattr(schedule, name)
         for name in (
             *("seconds", "cautious_seconds", "peak_bytes", "smallest_bytes", "limit"),
@@ -74,9 +74,9 @@ def _of_schedule(schedule: Schedule) -> _Figures:
     return found
 
 
-def _of_plan(plan: mt.Plan) -> _Figures:
+def _of_plan(plan: mt.Plan) -> Figures:
     """All numbers of a plan."""
-    found: _Figures = {}
+    found: Figures = {}
     for field in fields(mt.Plan):
         value = getattr(plan, field.name)
         if isinstance(value, int | float) or field.name == "update_mode":
@@ -106,7 +106,7 @@ def _of_plan(plan: mt.Plan) -> _Figures:
     return found
 
 
-def _scheduled(seed: int, share: float, waves: int, room: float) -> _Figures:
+def _scheduled(seed: int, share: float, waves: int, room: float) -> Figures:
     workload = random_workload(seed)
     workload = replace(workload, accumulate=waves > 1 or workload.accumulate).in_waves(waves)
     least = find_schedule(workload, None).smallest_bytes
@@ -466,12 +466,12 @@ def _random_model(seed: int) -> tuple[Callable[[], Any], Callable[[Any, Any], ja
     )
 
 
-def _cut(seed: int) -> _Figures:
+def _cut(seed: int) -> Figures:
     """The stages of a random model, and the bytes of its functions whole and in tiles."""
     build, loss_fn, batch = _random_model(seed)
     adapted, _ = adapt(build, loss_fn, batch, 0)
     step = make_run_spec(adapted, loss_fn, ADAM, batch, Options()).first
-    found: _Figures = {}
+    found: Figures = {}
     templates: dict[Any, int] = {}
     for n, bound in enumerate(step.stages):
         stage = bound.stage
@@ -492,7 +492,7 @@ def _cut(seed: int) -> _Figures:
     return found
 
 
-def _in_float8(seed: int) -> _Figures:
+def _in_float8(seed: int) -> Figures:
     """The operations of each stage in float8, where products of some sizes read the same data."""
     rng = random.Random(seed)
     width = rng.choice((1536, 2048, 3072))
@@ -534,7 +534,7 @@ def _in_float8(seed: int) -> _Figures:
     return {f"stage {n}": f"{work.flops:.7g} {work.float8:.7g}" for n, work in works}
 
 
-def _blocks(seed: int) -> _Figures:
+def _blocks(seed: int) -> Figures:
     """The blocks of parameters in random lists of lists."""
     rng = random.Random(seed)
     found: list[Parameter] = []
@@ -560,6 +560,8 @@ def _blocks(seed: int) -> _Figures:
                 if not serial:
                     add((*path, *number, "first"), (8, 8), is_last=False)
                 fill((*path, *number), depth + 1, inner)
+                for extra in range(rng.choice((0, 0, 2, 4))):
+                    add((*path, *number, f"extra{extra}"), (8, 8))
 
     fill((), 0, 0)
     keys = [".".join(map(str, key)) if key else "-" for key in block_keys(found)]
@@ -581,9 +583,9 @@ def cuts() -> Iterator[_Row]:
 ROWS = dict([*schedules(), *cuts(), *plans()])
 
 
-def read() -> dict[str, _Figures]:
-    """The table: for each run, its figures by name."""
-    return json.loads(TABLE.read_text())
+def read(table: Path = _TABLE) -> dict[str, Figures]:
+    """A table: for each run, its figures by name."""
+    return json.loads(table.read_text())
 
 
 def differing(figures: Mapping[str, float | str], known: Mapping[str, float | str]) -> list[str]:
@@ -601,17 +603,21 @@ def _is_near(one: float | str | None, other: float | str | None) -> bool:
     return one == other
 
 
-def main() -> None:
-    """Makes the table anew, and prints what has changed."""
-    known, made = read() if TABLE.exists() else {}, {}
-    for name, figures in ROWS.items():
+def renew(rows: Mapping[str, Callable[[], Figures]], table: Path = _TABLE) -> None:
+    """Makes a table anew, and prints what has changed."""
+    known = read(table) if table.exists() else {}
+    lines = []
+    for name, make in rows.items():
         with remembering():
-            made[name] = figures()
-        for line in differing(made[name], known.get(name, {})) if known else ():
+            figures = make()
+        lines.append(f"{json.dumps(name)}: {json.dumps(figures)}")
+        if name not in known:
+            print(f"{name} is new")
+            continue
+        for line in differing(figures, known[name]):
             print(f"{name}: {line}")
-    lines = [f"{json.dumps(name)}: {json.dumps(figures)}" for name, figures in made.items()]
-    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    table.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":
-    main()
+    renew(ROWS)
