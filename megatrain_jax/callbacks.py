@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatrain_jax._src.callbacks.best import EarlyStopping, KeepBest
 from megatrain_jax._src.callbacks.callback import Callback
 from megatrain_jax._src.callbacks.live import LiveCurve
-from megatrain_jax._src.callbacks.logs import CSVLog, JSONLog, MLflow, TensorBoard, WandB
+from megatrain_jax._src.callbacks.logs import CSVLog, JSONLog, MLflow, TensorBoard, Trackio, WandB
 from megatrain_jax._src.callbacks.profile import Profile
 from megatrain_jax._src.common.suggestions import explain as _explain
 
@@ -26,6 +26,7 @@ __all__ = [
     "Profile",
     "Samples",
     "TensorBoard",
+    "Trackio",
     "WandB",
 ]
 

@@ -116,6 +116,8 @@ def test_hyperparameters_of_one_name_are_told_apart():
         (callbacks.Profile, {"folder": "p", "last": 2}, ValueError, "last 3 2"),
         (callbacks.LiveCurve, {"every": 0}, ValueError, "every 1 0"),
         (callbacks.MLflow, {"experiment": None}, TypeError, "experiment None"),
+        (callbacks.Trackio, {"project": 3}, TypeError, "project str 3"),
+        (callbacks.Trackio, {"nam": "a"}, TypeError, "`nam` `name`"),
         (callbacks.MLflow, {"run_name": 3}, TypeError, "run_name 3"),
         (callbacks.LiveCurve, {"smooth": 0}, ValueError, "smooth 1 0"),
         (callbacks.MLflow, {"experiment": 3}, TypeError, "experiment str 3"),

@@ -160,6 +160,36 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path):
     assert tables[6].splitlines()[-2:] == [f"| {prompt} | {cells}" for prompt in "ab"]
 
 
+@pytest.mark.filterwarnings("default")
+def test_trackio_reads_what_was_logged(tmp_path: Path, monkeypatch: Any):
+    trackio = pytest.importorskip("trackio")
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    for module in ("trackio.sqlite_storage", "trackio.utils"):
+        monkeypatch.setattr(f"{module}.TRACKIO_DIR", tmp_path / "trackio", raising=False)
+    options: Any = {"name": "one", "resume": "allow", "auto_log_cpu": False}
+    folder = tmp_path / "run"
+    small.fit(folder, 4, callbacks=[sample, callbacks.Trackio("tests", **options)], **EVALUATED)
+    again = callbacks.Trackio("tests", **options)
+    result = small.fit(folder, 6, callbacks=[sample, again], **EVALUATED)
+    (run,) = trackio.Api().runs("tests")
+    assert run.name == "one"
+    rows = storage.get_logs("tests", "one")
+    for name in ("loss", "seconds", "eval_loss"):
+        expected = [(r["step"], r[name]) for r in result.history if name in r]
+        assert [(row["step"], row[name]) for row in rows if name in row] == expected
+    shown = {row["step"]: row["samples"]["_value"] for row in rows if "samples" in row}
+    assert list(shown) == [2, 4, 6]
+    text = "6 | <b>\nstep 9: samples"
+    assert shown[6] == [{"prompt": p, "temperature": 0.5, "text": text} for p in "ab"]
+    texts = {(alert["title"], alert["level"]) for alert in run.alerts()}
+    assert (f"{result.ended}: {result.reason}", "info") in texts
+    log = callbacks.Trackio("tests", **options | {"name": "two"})
+    with pytest.raises(ZeroDivisionError):
+        small.fit(None, 1, callbacks=[log, lambda trainer, record: record["step"] / 0])
+    (failed,) = (one for one in trackio.Api().runs("tests") if one.name == "two")
+    assert [alert["level"] for alert in failed.alerts()] == ["error"]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")
 def test_weights_and_biases_reads_what_was_logged(tmp_path: Path, monkeypatch: Any):

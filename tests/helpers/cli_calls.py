@@ -25,7 +25,9 @@ from megatrain_jax._src.lm.cli import recipe
 from megatrain_jax._src.lm.cli.main import main
 from megatrain_jax._src.lm.common import hub
 
-_CALLBACKS = "CSVLog JSONLog TensorBoard WandB MLflow Samples KeepBest EarlyStopping".split()
+_CALLBACKS = (
+    "CSVLog JSONLog TensorBoard Trackio WandB MLflow Samples KeepBest EarlyStopping".split()
+)
 
 
 class Calls(defaultdict[str, list[dict[str, Any]]]):
@@ -39,7 +41,7 @@ class Calls(defaultdict[str, list[dict[str, Any]]]):
         name, argument = place.split(".")
         return [arguments.get(argument) for arguments in self[name]]
 
-    def note(self, function: Callable[..., Any], name: str, *args: Any, **options: Any) -> None:
+    def note(self, function: Callable[..., Any], name: str, /, *args: Any, **options: Any) -> None:
         """Writes down a call that has to agree with the function's signature."""
         bound = inspect.signature(function).bind(*args, **options)
         arguments = {key: value for key, value in bound.arguments.items() if key != "self"}

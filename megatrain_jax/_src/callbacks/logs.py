@@ -1,4 +1,4 @@
-"""Logs in CSV and JSON files, and to MLflow, TensorBoard and Weights & Biases.
+"""Logs in CSV and JSON files, and to MLflow, TensorBoard, Trackio and Weights & Biases.
 
 TensorBoard's own event writer needs neither TensorFlow nor PyTorch.
 
@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -320,10 +320,62 @@ class TensorBoard(Log):
         self._writer.add_event(self._event.Event(wall_time=time.time(), step=step, **what))
 
 
-# ---- Weights & Biases
+# ---- Weights & Biases, Trackio
 
 
-class WandB(Log):
+class _RunOfInit(Log):
+    """Logs to a run that a package's `init` starts; samples are tables."""
+
+    def __init__(self, start: Callable[..., Any], table: Callable[..., Any], init: dict[str, Any]):
+        self._start, self._table, self._init = start, table, init
+        self._run: Any = None
+
+    def _open(self, num_steps: int) -> None:
+        self._run = self._start(**self._init)
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def _write_table(self, step: int, name: str, rows: Rows) -> None:
+        data = [list(row.values()) for row in rows]
+        self._run.log({name: self._table(columns=list(rows[0]), data=data)}, step=step)
+
+
+class Trackio(_RunOfInit):
+    """Logs the records to a Trackio run, and the run's end as an alert; samples are tables.
+
+    Needs `pip install "megatrain-jax[trackio]"`. For a run that continues from a checkpoint, pass
+    its ``name`` and ``resume="allow"``, as to `trackio.init`; Trackio keeps what was logged after
+    the checkpoint.
+    """
+
+    def __init__(self, project: str = "megatrain_jax", **init: Any):
+        """Starts no run yet.
+
+        Args:
+            project: Name of the project.
+            **init: Further arguments of `trackio.init`: `name`, `space_id`, `config` and so on.
+
+        Raises:
+            ImportError: If Trackio is not installed.
+            TypeError: If `trackio.init` has no such argument, or the project is not a string.
+        """
+        checks.instance("project", project, str, "a str")
+        with needing_extra("trackio"):
+            import trackio
+        _check_names("trackio.init", trackio.init, init)
+        # Otherwise, it starts a server of its board in notebooks.
+        super().__init__(trackio.init, trackio.Table, {"project": project, "embed": False} | init)
+        self._levels: Any = trackio.AlertLevel
+
+    def _close(self, result: FitResult) -> None:
+        failed = result.ended == "failed"
+        level = self._levels.ERROR if failed else self._levels.INFO
+        self._run.alert(f"{result.ended}: {result.reason}", level=level)
+        self._run.finish()
+
+
+class WandB(_RunOfInit):
     """Logs the records to a Weights & Biases run; samples are tables.
 
     Needs `pip install "megatrain-jax[wandb]"`. For a run that continues from a checkpoint, pass
@@ -348,23 +400,22 @@ class WandB(Log):
             import wandb
         _check_wandb(wandb, init)
         _log_in_wandb(wandb, init.get("mode") or os.environ.get("WANDB_MODE", "online"))
-        self._start, self._init = wandb.init, init
-        self._table: Any = wandb.Table
-        self._run: Any = None
-
-    def _open(self, num_steps: int) -> None:
-        self._run = self._start(**self._init)
-
-    def _write(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def _write_table(self, step: int, name: str, rows: Rows) -> None:
-        data = [list(row.values()) for row in rows]
-        self._run.log({name: self._table(columns=list(rows[0]), data=data)}, step=step)
+        super().__init__(wandb.init, wandb.Table, init)
 
     def _close(self, result: FitResult) -> None:
         self._run.summary["ended"] = f"{result.ended}: {result.reason}"
         self._run.finish(exit_code=int(result.ended == "failed"))
+
+
+def _check_names(label: str, function: Callable[..., Any], given: Iterable[str]) -> None:
+    """Checks early that a function has arguments of these names."""
+    known = inspect.signature(function).parameters
+    if any(row.kind is inspect.Parameter.VAR_KEYWORD for row in known.values()):
+        return
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; it has {', '.join(known)}"
+            raise TypeError(f"`{label}` has no argument `{name}`{hint}")
 
 
 def _log_in_wandb(wandb: Any, mode: str) -> None:
@@ -386,12 +437,8 @@ def _log_in_wandb(wandb: Any, mode: str) -> None:
 
 def _check_wandb(wandb: Any, init: Mapping[str, Any]) -> None:
     """Checks arguments of `wandb.init` early; wandb would check them when the run begins."""
-    known = inspect.signature(wandb.init).parameters
-    is_open = any(row.kind is inspect.Parameter.VAR_KEYWORD for row in known.values())
+    _check_names("wandb.init", wandb.init, init)
     for name, value in init.items():
-        if name not in known and not is_open:
-            hint = did_you_mean(name, known) or f"; it has {', '.join(known)}"
-            raise TypeError(f"`wandb.init` has no argument `{name}`{hint}")
         # wandb's Settings validates values, and has different names for some arguments.
         settings = wandb.Settings.model_fields
         field = next((field for field in (name, f"run_{name}") if field in settings), None)

@@ -68,6 +68,7 @@ def given(tmp_path_factory):
         ({"metric": "loss"}, "`metric` eval_..."),
         ({"keep_best": True, "eval_every": 1, "checkpoints": False}, "keep_best `checkpoints`"),
         ({"logs": "csv", "wandb": {"project": "mine"}}, "`logs` wandb"),
+        ({"logs": "wandb", "trackio": {"project": "mine"}}, "`logs` trackio"),
         ({"logs": "mlflow", "mlflow": {"project": "mine"}}, "'project'"),
         (
             {"logs": "mlflow", "mlflow": {"tracking_uri": "nosuch://x"}},

@@ -238,6 +238,12 @@ COMMON = [
         At(place="JSONLog.path", of=str, expected="run/log.jsonl"),
         At(place="TensorBoard.folder", of=str, expected="run/tensorboard"),
     ),
+    option(
+        "trackio",
+        {"project": "mine"},
+        At(place="Trackio.project", expected="mine"),
+        logs="trackio",
+    ),
     option("wandb", {"project": "mine"}, At(place="WandB.project", expected="mine"), logs="wandb"),
     option(
         "mlflow",

@@ -36,10 +36,12 @@ def make_logs(settings: RunSettings, folder: RunFolder, identity: str) -> list[c
         TypeError: If a log's argument is unknown.
     """
     wandb = {"dir": str(folder.path), "id": identity, "resume": "allow"}
+    trackio = {"name": f"{folder.path.name}-{identity}", "resume": "allow"}
     makers: dict[str, Callable[[], callbacks.Callback]] = {
         "csv": lambda: callbacks.CSVLog(folder.path / "log.csv"),
         "jsonl": lambda: callbacks.JSONLog(folder.path / "log.jsonl"),
         "tensorboard": lambda: callbacks.TensorBoard(str(folder.path / "tensorboard")),
+        "trackio": lambda: callbacks.Trackio(**{**trackio, **(settings.trackio or {})}),
         "wandb": lambda: callbacks.WandB(**{**wandb, **(settings.wandb or {})}),
         "mlflow": lambda: _MLflow(folder, settings.mlflow or {}),
     }

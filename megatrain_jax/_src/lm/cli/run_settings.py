@@ -38,7 +38,7 @@ def check_optimizer(name: str) -> None:
         raise ValueError(f"{checks.refused('optimizer', allowed, name)}{near}")
 
 
-LogName = Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"]
+LogName = Literal["csv", "jsonl", "tensorboard", "trackio", "wandb", "mlflow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +212,7 @@ class RunSettings(StepSettings):
         export: When to export: when the run has finished, also when interrupted, or never.
         export_dtype: dtype of the exported model; default: the checkpoint's.
         logs: Where to log records besides the terminal, one or several.
+        trackio: Arguments of trackio.init, such as {project: mine, space_id: mine}.
         wandb: Arguments of wandb.init, such as {project: mine, mode: offline}.
         mlflow: Arguments of the callback MLflow, such as {experiment: mine}.
         log_every: Print a line after each multiple of this number of steps.
@@ -238,6 +239,7 @@ class RunSettings(StepSettings):
     export: Literal["finished", "always", "never"] = "finished"
     export_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     logs: list[LogName] | LogName | None = None
+    trackio: dict[str, Any] | None = None
     wandb: dict[str, Any] | None = None
     mlflow: dict[str, Any] | None = None
     log_every: int = 1
@@ -277,7 +279,7 @@ class RunSettings(StepSettings):
             self.decay != "constant",
             "a rate that falls, but `decay` is constant",
         )
-        for name in ("wandb", "mlflow"):
+        for name in ("trackio", "wandb", "mlflow"):
             if getattr(self, name) is not None and name not in self.log_names:
                 raise ValueError(f"`{name}` says how to log there, but `logs` has no {name}")
         self.check_use("checkpoint_every keep", self.checkpoints, "`checkpoints`, which are off")
@@ -318,7 +320,8 @@ def listed(given: Any) -> list[Any]:
 CHANGEABLE_OPTIONS = frozenset(
     "checkpoint_every checkpoints data_cache device_budget disk_budget disk_dir eval_data "
     "eval_every export export_as export_dtype host_budget keep log_every logs mlflow out push "
-    "push_private sample_temperatures sample_tokens samples state_per_process wandb workers".split()
+    "push_private sample_temperatures sample_tokens samples state_per_process trackio wandb "
+    "workers".split()
 )
 
 
