@@ -552,3 +552,8 @@ def test_rows_with_images_are_found(processor, tmp_path):
     linked = {"type": "image_url", "image_url": {"url": "a.png"}}
     (tmp_path / "a.jsonl").write_text(json.dumps(conversation([linked, "a"])) + "\nno JSON\n")
     assert data.has_images(tmp_path / "a.jsonl")
+    # A file need not have every column that is named.
+    names = {"prompt": "q", "completion": "a", "images": "picture"}
+    rows = [{"q": "what", "a": "a cat"}, {"q": "what", "a": "a cat", "picture": "a.png"}]
+    assert data.has_images([[row] for row in rows], columns=names)
+    assert not data.has_images([[rows[0]] * 2, [rows[0], rows[1]]], most=1, columns=names)

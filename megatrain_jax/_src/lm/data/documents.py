@@ -6,6 +6,7 @@ on many texts at once; the results are copied into flat arrays, and no text is k
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -410,8 +411,12 @@ def read_rows(
     parts: Parts,
     convert: Callable[[Mapping[str, Any]], T],
     report: Report,
+    most: int | None = None,
 ) -> Iterator[tuple[RowOrigin, T]]:
-    """Reads and converts rows; `convert` raises `InvalidRow` to refuse one. See `conversations`."""
+    """Reads and converts rows; `convert` raises `InvalidRow` to refuse one. See `conversations`.
+
+    With `most`, only so many rows of each part are read, which may lack columns of later ones.
+    """
     unseen = set(parts.columns.values())
     origin = None
     for part in parts:
@@ -419,7 +424,7 @@ def read_rows(
             read = reading.given_rows(part.name, part.rows, report)
         else:
             read = reading.rows(part, report)
-        for origin, row in read:
+        for origin, row in islice(read, most):
             unseen.difference_update(row)
             try:
                 converted = convert(row_formats.with_columns(row, parts.columns, report.ignored))
@@ -427,7 +432,7 @@ def read_rows(
                 report.leave_out(origin, to_fault(error))
                 continue
             yield origin, converted
-    if origin is not None and unseen:
+    if origin is not None and unseen and most is None:
         raise DataError(f"`columns` names {', '.join(sorted(unseen))}, which no row has")
 
 

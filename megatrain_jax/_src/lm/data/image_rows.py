@@ -5,8 +5,7 @@ While the turns of a row are read and checked, each image is a mark, one charact
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +153,8 @@ def has_images(source: Source, most: int = 1000, columns: Mapping[str, str] | No
     """
     most = checks.integer("most", most)
     parts = resolve(source, texts=False, columns=columns)
-    for part in parts:
-        read = read_rows(replace(parts, items=[part]), _has_images, Report(is_strict=False))
-        if any(found for _, found in islice(read, most)):
-            return True
-    return False
+    read = read_rows(parts, _has_images, Report(is_strict=False), most)
+    return any(found for _, found in read)
 
 
 def check_places(conversation: Conversation, images: Sequence[Any]) -> None:
