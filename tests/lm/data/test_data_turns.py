@@ -130,6 +130,10 @@ def test_the_users_names_of_columns_are_read():
     assert dataset.summary.ignored == {"tag": 1}
     texts = data.text([{"body": "a cat"}], tokenizer(), columns={"text": "body"}, **options)
     assert_same_batches(texts, data.text([{"text": "a cat"}], tokenizer(), **options))
+    # A source need not have the columns that another one has.
+    bodies = [[{"body": "a cat"}], [{"head": "a cat"}]]
+    some = data.text(bodies, tokenizer(), columns={"text": "body"}, invalid="drop", **options)
+    assert_same_batches(some, texts)
     pairs = [{"q": "a", "good": "b", "bad": "c"}]
     preferred = data.preferences(
         pairs, tokenizer(), columns={"prompt": "q", "chosen": "good", "rejected": "bad"}, **options

@@ -5,7 +5,6 @@ on many texts at once; the results are copied into flat arrays, and no text is k
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -398,28 +397,38 @@ def _mismatching(
 
 def text_parts(parts: Parts, report: Report) -> Iterator[TextPart]:
     """Reads the texts of files and rows, long ones in parts; see `conversations`."""
-    for part in parts:
-        if isinstance(part, str) and reading.kind_of(part) in reading.TEXT_KINDS:
-            yield from _parts(RowOrigin(part, 1), reading.blocks(part, report), 0)
-            continue
-        for origin, text in read_rows(replace(parts, items=[part]), row_formats.to_text, report):
-            report.ignored.update(text.ignored)
-            yield from _parts(origin, _divided(text.text), text.start)
+
+    def convert(row: Mapping[str, Any]) -> tuple[Iterable[str], int]:
+        text = row_formats.to_text(row)
+        report.ignored.update(text.ignored)
+        return _divided(text.text), text.start
+
+    def of_file(path: str) -> tuple[Iterable[str], int]:
+        return reading.blocks(path, report), 0
+
+    for origin, (texts, start) in read_rows(parts, convert, report, of_file=of_file):
+        yield from _parts(origin, texts, start)
 
 
 def read_rows(
     parts: Parts,
     convert: Callable[[Mapping[str, Any]], T],
     report: Report,
+    *,
     most: int | None = None,
+    of_file: Callable[[str], T] | None = None,
 ) -> Iterator[tuple[RowOrigin, T]]:
     """Reads and converts rows; `convert` raises `InvalidRow` to refuse one. See `conversations`.
 
-    With `most`, only so many rows of each part are read, which may lack columns of later ones.
+    With `most`, only so many rows of each part are read, which may lack columns of later ones. With
+    `of_file`, a file of plain text counts as a row that this function converts.
     """
     unseen = set(parts.columns.values())
     origin = None
     for part in parts:
+        if of_file and isinstance(part, str) and reading.kind_of(part) in reading.TEXT_KINDS:
+            yield RowOrigin(part, 1), of_file(part)
+            continue
         if isinstance(part, GivenRows):
             read = reading.given_rows(part.name, part.rows, report)
         else:

@@ -153,7 +153,7 @@ def has_images(source: Source, most: int = 1000, columns: Mapping[str, str] | No
     """
     most = checks.integer("most", most)
     parts = resolve(source, texts=False, columns=columns)
-    read = read_rows(parts, _has_images, Report(is_strict=False), most)
+    read = read_rows(parts, _has_images, Report(is_strict=False), most=most)
     return any(found for _, found in read)
 
 
