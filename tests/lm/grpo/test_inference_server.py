@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer = self.server.spoil(self.path, self.server.answer(self.path, body))
         text = json.dumps(answer).encode() if answer is not None else b""
         self.send_response(404 if answer == "missing" else 200)
-        self.send_header("Content-Length", str(len(text)))
+        self.send_header("Content-Length", str(len(text) + (answer == "cut")))
         self.end_headers()
         self.wfile.write(text)
 
@@ -197,6 +197,10 @@ def test_a_server_that_starts_late_is_waited_for(server: Server, monkeypatch: py
         ("/collective_rpc", "missing", "VLLM_SERVER_DEV_MODE"),
         ("/v1/completions", {"choices": []}, "completions"),
         ("/v1/completions", "no ids", "vLLM"),
+        ("/v1/completions", {"choices": ["a text"]}, "/v1/completions"),
+        ("/v1/completions", "cut", "IncompleteRead"),
+        ("/v1/models", {"data": []}, "/v1/models"),
+        ("/v1/models", None, "/v1/models"),
     ],
 )
 def test_another_server_is_refused(path: str, answer: Any, named: str, server: Server):

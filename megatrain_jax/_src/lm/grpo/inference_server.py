@@ -3,8 +3,9 @@
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from os import PathLike
 from pathlib import Path
 from time import monotonic, sleep
@@ -137,7 +138,7 @@ class InferenceServer:
         end, is_told = monotonic() + self._timeout, False
         while True:
             try:
-                found = self._answer("/v1/models")["data"][0]["id"]
+                found = self._read("/v1/models", lambda answer: answer["data"][0]["id"])
             except _UnreachableError:
                 if self._is_there or monotonic() > end:
                     raise
@@ -152,38 +153,56 @@ class InferenceServer:
 
     def _choices(self, request: dict[str, Any]) -> list[Any]:
         """The samples of a prompt: text, ids, their log-probabilities and the reason of the end."""
-        answer = self._answer("/v1/completions", request)
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        found = []
-        for choice in choices:
-            ids = choice.get("token_ids")
-            logs = (choice.get("logprobs") or {}).get("token_logprobs")
+
+        def read(answer: Any) -> list[Any]:
+            return [
+                [
+                    choice["text"],
+                    choice.get("token_ids"),
+                    (choice.get("logprobs") or {}).get("token_logprobs"),
+                    choice["finish_reason"],
+                ]
+                for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
+            ]
+
+        found = self._read("/v1/completions", read, request)
+        for _, ids, logs, _ in found:
             if not ids or logs is None or len(ids) != len(logs):
                 raise OSError(
                     f"{self.url} returned no ids of tokens with a log-probability each: "
                     "`InferenceServer` needs vLLM 0.10.2 or later"
                 )
-            found.append([choice["text"], ids, logs, choice["finish_reason"]])
         if len(found) != request["n"]:
             raise OSError(f"{self.url} returned {len(found)} completions of {request['n']}")
         return found
 
-    def _answer(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _read(
+        self, path: str, read: Callable[[Any], Any], body: dict[str, Any] | None = None
+    ) -> Any:
+        """What a function reads in the JSON of an answer."""
+        text = self._answer(path, body)
+        try:
+            return read(json.loads(text))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise OSError(
+                f"{self.url}{path} answered otherwise than vLLM does: {text[:200]!r}"
+            ) from error
+
+    def _answer(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         """The answer to a request: GET without a body, else POST."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=self._timeout) as answer:
-                text = answer.read()
+                return answer.read()
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")[:500]
             hint = ": start it with VLLM_SERVER_DEV_MODE=1" if error.code == 404 else ""
             raise OSError(f"{self.url}{path} answered {error.code} {said}{hint}") from error
-        except OSError as error:
+        except (OSError, HTTPException) as error:
             text = f"the inference server {self.url} can't be reached: {error}"
             raise _UnreachableError(text) from error
-        return json.loads(text) if text.strip() else None
 
 
 def _completion(
