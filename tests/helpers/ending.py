@@ -7,7 +7,7 @@ itself, "kill" kills itself, "error" raises an error, as a callback does with "c
 "late" calls `fit` late, "slow" does nothing. "midstep" kills itself instead of computing its fifth
 step, for which all others wait in JAX. All others go on slowly. With "none", all go on fast,
 and the first process leaves the final parameters in FOLDER/final.npz. All state rests in the folder
-DISK, a variable of the environment, if there is one.
+DISK, a variable of the environment, if there is one; with COPIES, each process holds all of it.
 """
 
 import ctypes
@@ -52,6 +52,7 @@ def batches(folder: Path, index: int, event: str, pause: float) -> Iterator[dict
     """Batches of this process, of which one does what ends the run."""
     for number in range(1, LAST + 1):
         if number == STOPS:
+            time.sleep(pause)  # until the step before is complete
             (folder / f"reached-{index}").touch()
             act(event)
         time.sleep(pause)
@@ -102,6 +103,7 @@ def main() -> None:
             stall_seconds=float(os.environ.get("STALL", 600)),
             progress=False,
             disk_dir=disk,
+            state_per_process=bool(os.environ.get("COPIES")),
         )
     params = {str(i): layer["w"] for i, layer in enumerate(result.trainer.params["layers"])}
     if index == "0" and result.trainer.num_steps == LAST:

@@ -35,6 +35,7 @@ SECONDS = 60
 TERMINATED = 143
 # What the victim can't end by itself.
 HELD = ("stop",)
+COPIES = {"COPIES": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,7 @@ class Runs:
         found = self.run("none")
         assert found.statuses == [0] * self._count, found.printed
         final = _arrays(self._folder / "none" / "final.npz")
-        assert final == undisturbed(self._count)
+        assert final == undisturbed(self._count, "COPIES" in self._environment)
 
 
 def _ended(running: list[subprocess.Popen]) -> bool:
@@ -146,10 +147,10 @@ def _arrays(file: Path) -> dict[str, bytes]:
 
 
 @functools.cache
-def undisturbed(count: int) -> dict[str, bytes]:
+def undisturbed(count: int, copies: bool = False) -> dict[str, bytes]:
     """The final parameters of processes that nothing has ended."""
     with tempfile.TemporaryDirectory() as folder:
-        found = Runs(Path(folder), count, 0).run("none")
+        found = Runs(Path(folder), count, 0, environment=COPIES if copies else None).run("none")
         assert found.statuses == [0] * count, found.printed
         return _arrays(Path(folder) / "none" / "final.npz")
 
@@ -217,6 +218,22 @@ def test_sigterm_ends_all_but_a_process_that_is_stopped(tmp_path, count, victim)
             assert found.statuses[i] == TERMINATED, printed
             assert f"process {victim}" in last_error(printed), printed
     assert found.steps[-1] >= 2
+    runs.check_resumed()
+
+
+@each_case
+@pytest.mark.parametrize("event", ["kill", "stop"])
+def test_a_process_with_all_state_saves_the_last_step_without_a_lost_one(
+    tmp_path, count, victim, event
+):
+    """The folder is the first process's for as long as that one is there."""
+    runs = Runs(tmp_path, count, victim, environment=COPIES)
+    found = runs.run(event, "all" if event == "stop" else "")
+    for i, printed in enumerate(found.printed):
+        if i != victim:
+            assert found.statuses[i] == (TERMINATED if event == "stop" else 1), printed
+            assert f"process {victim}" in last_error(printed), printed
+    assert found.steps[-1] >= (2 if (event, victim) == ("stop", 0) else 5)
     runs.check_resumed()
 
 

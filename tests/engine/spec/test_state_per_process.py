@@ -1,6 +1,8 @@
 """Processes that each hold all state: the plan of one, and its part of a batch's microbatches."""
 
 import dataclasses
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,10 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import megatrain_jax as mt
 import small
+from boards import FakeBoard, present, processes_of
 from inside import engine_of, num_parts_of, spec_of, store_of
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.object_paths import UNFINISHED
 from megatrain_jax._src.engine import start
-from megatrain_jax._src.engine.checkpoint import save
+from megatrain_jax._src.engine.checkpoint import folder, save
 from megatrain_jax._src.engine.checkpoint.contents import entries_of
 from megatrain_jax._src.engine.kernels import steps
 from megatrain_jax._src.engine.kernels.cache import KernelCache
@@ -24,7 +28,9 @@ from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.spec.host import BETWEEN_PROCESSES_BYTES, COMMUNICATION_BYTES
 from megatrain_jax._src.engine.spec.step_kernels import begin_kernel
 from megatrain_jax._src.engine.state.placement import _ACROSS, _AXIS, Placement, placed_on
-from megatrain_jax._src.engine.state.processes import Processes
+from megatrain_jax._src.engine.state.processes import PeerEndedError, Processes
+from megatrain_jax._src.engine.train import run
+from megatrain_jax._src.engine.train.series import RunCheckpoints
 from messages import refuses
 from optimizers import OPTIMIZERS
 from runs import make_trainer
@@ -178,6 +184,51 @@ def test_the_first_of_processes_that_each_hold_all_state_writes_it():
             groups = [g for groups, _ in parts for g in groups]
             assert sorted(groups) == ([] if copies and index else [0, 1])
             assert any(not groups for groups, _ in parts) == (index == 0)
+
+
+def echoes(message: Any) -> Any:
+    """The message of a peer, which finds what this process does; the first one found a folder."""
+    found = {
+        "the look at `checkpoint_dir`": ([], None),
+        "the claim of megatrain-unfinished": [None] * 2,
+    }
+    return {**message, "value": found.get(message["where"], message["value"])}
+
+
+@pytest.mark.parametrize("case", ["first", "other", "other, whose first is there", "shared"])
+def test_the_last_step_is_saved_without_lost_peers_by_one_that_holds_all_state(case, tmp_path):
+    index = 0 if case == "first" else 1
+    processes = processes_of(FakeBoard({1 - index: echoes}), 2, index)
+    trainer = small.trained()
+    state, store, across = small.state(trainer), store_of(trainer), None
+    if case != "shared":
+        across = Mesh(jax.devices()[:1], "data")
+    own = dataclasses.replace(store.placement, processes=processes, across=across)
+    (tmp_path / UNFINISHED).mkdir()
+    (tmp_path / UNFINISHED / "lock").touch()
+    loop: Any = SimpleNamespace(trainer=trainer, finish=trainer.flush)
+    error = PeerEndedError("process is lost")
+    with ExitStack() as stack, mock.patch.object(store, "placement", own):
+        series = stack.enter_context(RunCheckpoints(tmp_path, None, 2, processes))
+        if "is there" in case:
+            stack.enter_context(RunCheckpoints(tmp_path, None, 2, Processes()))
+        (tmp_path / UNFINISHED / "checkpoint").mkdir()
+        (tmp_path / UNFINISHED / "checkpoint/of-both").touch()
+        present(processes).has_lost_service = True
+        processes.give_up("it is lost")
+        found = run._completed_alone(loop, series, error, processes)
+        saves = case in ("first", "other")
+        assert found is error and processes.is_alone == saves
+        assert any("in use" in note for note in getattr(error, "__notes__", ())) == ("is" in case)
+        if saves:
+            series.save(trainer, {"batches": 2})
+            series.finish()
+    assert folder.steps(tmp_path) == [2] * saves
+    if saves:
+        again = small.trainer()
+        again.restore(tmp_path / "2")
+        jax.tree.map(np.testing.assert_array_equal, small.state(again), state)
+        assert num_parts_of(again) == 1 and not (tmp_path / "2/of-both").exists()
 
 
 def test_a_plan_counts_the_processes_that_share_the_state():

@@ -23,8 +23,8 @@ from megatrain_jax._src.common.activity import doing, progressed
 from megatrain_jax._src.engine.state import coordination, presence
 from megatrain_jax._src.engine.state import processes as of_processes
 from megatrain_jax._src.engine.state.coordination import CoordinationService
-from megatrain_jax._src.engine.state.processes import PeerEndedError
-from megatrain_jax._src.engine.train import run
+from megatrain_jax._src.engine.state.processes import PeerEndedError, Processes
+from megatrain_jax._src.engine.train import run, source
 from messages import tells
 from ports import free_port
 
@@ -352,6 +352,56 @@ def test_a_process_that_waits_in_jax_for_a_lost_peer_is_ended_late(
     assert processes.unreachable == found
 
 
+def test_a_process_goes_on_alone_if_it_is_the_first_that_is_left(monkeypatch):
+    ended: list[bool] = []
+    monkeypatch.setattr(of_processes.Processes, "_end_at_once", lambda self: ended.append(True))
+
+    def left(*others: str) -> Processes:
+        """Process 2 of four; what has become of the first ones, and of the last."""
+        board = FakeBoard()
+        processes = processes_of(board, 4, 2)
+        for beat in range(3):
+            for i, what in zip((0, 1, 3), others, strict=True):
+                of_user = {"doing": "drawing batch 7", "of_user": what == "stuck"}
+                shown = 0 if what == "silent" else beat
+                board.show(
+                    i,
+                    beat=shown,
+                    gone=what == "gone",
+                    lost="" if what != "lost" else "x",
+                    **of_user,
+                )
+            processes.hurry("SIGTERM")
+            look(processes, 4)
+        processes.give_up("a peer is lost")
+        with pytest.raises(PeerEndedError):
+            processes.gather("a step")
+        return processes
+
+    for others in (("there", "gone", "gone"), ("silent", "there", "gone")):
+        with pytest.raises(PeerEndedError), left(*others).going_on_alone():
+            pass
+    for others in itertools.product(("silent", "gone", "lost", "stuck"), repeat=2):
+        with left(*others, "there").going_on_alone():
+            pass
+    processes = left("there", "gone", "gone")
+    present(processes).has_lost_service = True
+    with processes.going_on_alone():
+        present(processes).clock.seconds += of_processes._SECONDS_TO_NOTICE + 1
+        processes._judge()
+        assert ended, "it waits for a peer in JAX"
+    processes._judge()
+    assert len(ended) == 1 and processes.is_first and processes.index == 2
+    assert processes.gather("a step", 5) == [5] * 4
+    assert source.joined_positions({"batches": 3, "state": {"x": 1}}, processes) == {
+        "batches": 3,
+        "state": None,
+    }
+    processes.lose("OutOfMemory")
+    with pytest.raises(PeerEndedError), processes.going_on_alone():
+        pass
+
+
 def test_a_process_that_can_not_tell_its_peers_of_its_end_is_ended(monkeypatch):
     board, ended = FakeBoard(), []
     processes = processes_of(board)
@@ -627,7 +677,7 @@ def test_a_process_without_its_main_thread_tells_why_and_takes_no_part_in_jaxs_e
         of_processes, "end", lambda text, status: ended.append((text, status, True))
     )
     board = FakeBoard()
-    held = processes_of(board, 2, 1) if count == 2 else of_processes.Processes()
+    held = processes_of(board, 2, 1) if count == 2 else Processes()
     held._signs = cast(Any, SimpleNamespace(join=lambda seconds: None))
     held.status = 143
     held.end_held("it was drawing batch 7")
@@ -659,4 +709,5 @@ def test_an_abort_of_jaxs_thread_lets_the_run_end_by_an_error(is_own):
     processes = processes_of(FakeBoard(), 2, 1)
     processes.saved = "Step 4 is saved in there."
     assert tells(processes._explained_abort(is_own), "process 0", "Step 4")
+    assert present(processes).has_lost_service != is_own
     assert (processes.unreachable is None) == is_own

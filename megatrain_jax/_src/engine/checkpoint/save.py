@@ -291,6 +291,8 @@ class Saving:
             entries = [entry for entry in entries if entry.path[0] == PARAMS]
         self._entries, self._replaces = list(entries), workspace is not None
         self._processes = processes = store.placement.processes
+        # Where each process holds all state, one of them writes it.
+        self._num_parts = 0 if store.placement.copy else store.placement.num_processes
         self._parts = _parts(spec, store, entries)
         # 1 for each group that is not on disk yet.
         self._left = Counter(g for groups, _ in self._parts for g in groups)
@@ -311,7 +313,7 @@ class Saving:
             self._writer = Writer(
                 workspace.path,
                 self._written,
-                processes.index,
+                processes.index if self._num_parts > 1 else 0,
                 self._entries,
                 grids_of(spec, entries),
                 finite=self._replaces,
@@ -334,7 +336,7 @@ class Saving:
         Raises:
             PeerEndedError: If another process has ended, or can't be reached.
         """
-        if self._processes.count == 1 or self._is_agreed.is_set():
+        if self._num_parts < 2 or self._is_agreed.is_set():
             return
         done = self._is_written.is_set()
         row = done, self._error and _words(self._error)
@@ -406,7 +408,7 @@ class Saving:
         # Runs on its own thread, with everything it calls; the other methods run on the main
         # thread. Only the main thread communicates with other processes, because their messages
         # must have the same order in each.
-        workspace, several = self._workspace, self._processes.count > 1
+        workspace, several = self._workspace, self._num_parts > 1
         try:
             self._write_parts()
         except BaseException as error:
@@ -441,13 +443,14 @@ class Saving:
             del rows
             progressed()
             self._release(groups)
-        self._writer.finish()
+        if self._num_parts:
+            self._writer.finish()
 
     def _finish(self, workspace: Workspace, facts: dict[str, Any]) -> None:
         # In this order the checkpoint is complete or counts as none, whenever the process dies:
         # arrays, the manifest that lists their files, and on a disk, after all is on it, the name.
         written = self._written
-        facts["arrays"] = self._writer.join(self._processes.count)
+        facts["arrays"] = self._writer.join(self._num_parts)
         found = orbax.own_metadata(written)
         orbax.check_arrays(written, found, self._entries, "not what was to be written")
         workspace.check()

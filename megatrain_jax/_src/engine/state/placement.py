@@ -98,8 +98,8 @@ class Placement:
 
     @property
     def copy(self) -> int:
-        """The number of this process's copy of the state, from 0."""
-        return self.processes.index if self.across else 0
+        """The number of this process's copy of the state, from 0, which is the one to be saved."""
+        return self.processes.index if self.across and not self.processes.is_alone else 0
 
     @property
     def local_devices(self) -> tuple[Any, ...]:

@@ -90,6 +90,7 @@ class Presence:
         why: See `Sign`; of this process.
         failed: See `Sign`; of this process.
         waits: Whether the main thread waits for its peers in Python, and so notices a verdict.
+        has_lost_service: Whether JAX's coordination service, and so the first process, is gone.
         signs: The newest row of each process; None of one that has not begun a run.
     """
 
@@ -104,7 +105,7 @@ class Presence:
         """
         self.clock = clock or Clock()
         self.ending = self.lost = self.why = ""
-        self.gone = self.failed = self.waits = False
+        self.gone = self.failed = self.waits = self.has_lost_service = False
         self.signs: list[Sign | None] = [None] * count
         self._index, self._board, self._beat = index, board, 0
         now = self.clock.seconds
@@ -185,6 +186,18 @@ class Presence:
             if sign is not None and i != self._index
         )
 
+    @property
+    def is_in_charge(self) -> bool:
+        """Whether this is the first of the processes that are neither gone nor silent."""
+        return not any(
+            sign is not None
+            and not (sign.gone or sign.lost)
+            and not (i == 0 and self.has_lost_service)
+            and self._heard - self._changed[i] < SILENT_SECONDS_AT_END
+            and not self._does_not_end(i, sign)
+            for i, sign in enumerate(self.signs[: self._index])
+        )
+
     def _does_not_end(self, index: int, sign: Sign) -> bool:
         """Whether a peer is in the user's code for too long, although the run has to end."""
         if not sign.of_user or (began := self._began_ending) is None:
@@ -211,6 +224,7 @@ class Presence:
         now, began = self.clock.seconds, self._began_ending
         most = SILENT_SECONDS if began is None else SILENT_SECONDS_AT_END
         if now - self._heard > most:
+            self.has_lost_service = True
             first = self.named(0) if self._index else "this process"
             return (
                 f"JAX's coordination service, which {first} runs, has not answered for "

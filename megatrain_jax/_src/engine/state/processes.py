@@ -17,6 +17,7 @@ Example: in a run of two processes, the second one's data fails after step 3.
 """
 
 import atexit
+import contextlib
 import hashlib
 import json
 import logging
@@ -24,7 +25,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from megatrain_jax._src.common.activity import HERE, doing
@@ -79,6 +80,7 @@ class Processes:
         status: The exit status if the peers can't be reached at this process's end.
         saved: A sentence about the newest checkpoint, for the message of such an end.
         waited: Seconds that this process has waited for its peers so far.
+        is_alone: Whether this process goes on without its peers, which can't be reached.
     """
 
     def __init__(self, count: int = 1, index: int = 0, board: Board | None = None):
@@ -92,6 +94,7 @@ class Processes:
         self.count, self.index, self.num_here = count, index, 1
         self.patience: float | None = PATIENCE_SECONDS
         self.status, self.saved, self.waited = 1, "", 0.0
+        self.is_alone = False
         self._sent = 0
         self.presence = None if board is None else Presence(count, index, board)
         # Of several processes; a single one uses neither.
@@ -117,7 +120,7 @@ class Processes:
     @property
     def is_first(self) -> bool:
         """Whether this is the process that prints, and writes the files that exist once."""
-        return self.index == 0
+        return self.index == 0 or self.is_alone
 
     @property
     def unreachable(self) -> str | None:
@@ -135,8 +138,8 @@ class Processes:
             PeerEndedError: If another process has left, or can't be reached or waited for.
             RuntimeError: If another process is at another point.
         """
-        if self.count == 1:
-            return [value]
+        if self.count == 1 or self.is_alone:
+            return [value] * self.count
         rows = self._exchange({"where": where, "value": value})
         for i, row in enumerate(rows):
             if "left" in row:
@@ -222,6 +225,27 @@ class Processes:
         _end_children()
         logging.shutdown()
         end(f"This process ends: {why}.", self.status)
+
+    @contextlib.contextmanager
+    def going_on_alone(self) -> Iterator[None]:
+        """Goes on without the peers, which can't be reached.
+
+        From now on, `gather` returns this process's value for all. If the body waits in JAX for a
+        peer, the process ends after some seconds.
+
+        Raises:
+            PeerEndedError: If another process that holds all state may go on, or this one has lost
+                its state.
+        """
+        if self._peers.lost or not self._peers.is_in_charge:
+            raise PeerEndedError(str(self._unreachable))
+        self.is_alone = True
+        self._since, self._has_noticed = self._peers.clock.seconds, False
+        try:
+            with doing("completing the last step without other processes"):
+                yield
+        finally:
+            self._has_noticed = True
 
     def activities(self) -> str:
         """What each process is doing, for a message."""
@@ -358,6 +382,7 @@ class Processes:
             "reached"
         )
         if not is_own:
+            self._peers.has_lost_service = self.index > 0
             self.give_up(text)
         saved = f". {self.saved}" if self.saved else ""
         return f"{PeerEndedError.__name__}: {text}{saved}"
@@ -394,9 +419,10 @@ class Processes:
         presence.failed = self._has_failed
         # JAX's service ends with the first process, and that would abort its peers.
         until = time.monotonic() + _SECONDS_FOR_PEERS
-        while self.is_first and presence.has_peers and time.monotonic() < until:
+        has_service = self.index == 0
+        while has_service and presence.has_peers and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
-        if self.is_first and self._has_failed:
+        if has_service and self._has_failed:
             time.sleep(2 * _LOOK_SECONDS)  # between their last signs and their ends
         self._is_over = True
         self._changed.set()

@@ -188,7 +188,9 @@ class Run:
         if processes.unreachable is None:
             error = _complete(loop, error, processes)
         watch.take_over = None
-        if processes.unreachable is None:
+        if processes.unreachable is not None and series is not None:
+            error = _completed_alone(loop, series, error, processes)
+        if processes.unreachable is None or processes.is_alone:
             if series is not None:
                 loop.bar.set_description("saving")
             error = _saved(loop, error, trained=trainer.num_steps > before)
@@ -318,6 +320,22 @@ def _complete(
         if error is not None and isinstance(error, jax.errors.JaxRuntimeError):
             return _explained(error, unreachable)
     return error if late is None else _joined(error, late)
+
+
+def _completed_alone(
+    loop: Loop, series: RunCheckpoints, error: BaseException | None, processes: Processes
+) -> BaseException | None:
+    """Completes the steps in flight without lost peers, if each process holds all state."""
+    if loop.trainer.run_state.store.placement.across is None:
+        return error
+    try:
+        with processes.going_on_alone():
+            loop.finish()
+        series.go_on_alone()
+    except Exception as late:
+        processes.is_alone = False  # so that nothing is saved
+        return error if isinstance(late, PeerEndedError) else _joined(error, late)
+    return error
 
 
 def _saved(loop: Loop, error: BaseException | None, trained: bool) -> BaseException | None:

@@ -68,9 +68,8 @@ class RunCheckpoints:
         self._processes = processes
         found = in_first_process(processes, "the look at `checkpoint_dir`", self._look)
         has_last = last is not None and last in found
-        beside = self.folder / UNFINISHED
-        what = f"`checkpoint_dir`={self.folder}"
-        self._workspace = claim_workspace(beside, what, processes, only_read=has_last)
+        self._claimed = self.folder / UNFINISHED, f"`checkpoint_dir`={self.folder}"
+        self._workspace = claim_workspace(*self._claimed, processes, only_read=has_last)
         self.saved: int | None = None
         self.num_converted = 0
         self._saving: Saving | None = None
@@ -104,6 +103,18 @@ class RunCheckpoints:
     def release(self) -> None:
         """Releases the folder, after the checkpoint being written is complete."""
         self._workspace.release(run=True)
+
+    def go_on_alone(self) -> None:
+        """Drops the unfinished checkpoint, of which other processes have a part.
+
+        Raises:
+            CheckpointError: If the first process still holds the folder.
+        """
+        self.finish_quietly()
+        if isinstance(self._workspace, Workspace):
+            self._workspace.clear()
+        else:
+            self._workspace = claim_workspace(*self._claimed, self._processes)
 
     def check_writable(self) -> None:
         """Checks that steps can be saved.

@@ -297,6 +297,8 @@ def is_state(position: Mapping[str, Any]) -> bool:
 
 def joined_positions(position: dict[str, Any], processes: Processes) -> dict[str, Any]:
     """The position of a run's data: each process's position, or the one that they share."""
+    if processes.is_alone:  # the states of other processes are not known
+        return {**position, "state": None}
     parts = processes.gather("the position of `data`", position)
     if all(part == parts[0] for part in parts):
         return position
