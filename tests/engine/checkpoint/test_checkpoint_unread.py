@@ -279,6 +279,10 @@ def test_a_checkpoint_is_joined_once_all_processes_have_written_their_parts(tmp_
         saving: Any = object.__new__(Saving)
         saving._is_written, saving._is_agreed = threading.Event(), threading.Event()
         saving._processes = SimpleNamespace(count=3, gather=gather)
+        saving._num_parts = 1  # each process holds all state, and one of them writes it
+        saving.settle()
+        assert not asked
+        saving._num_parts = 3
         saving.path, saving._error = tmp_path, OSError("full") if rows[0][1] else None
         if done[0]:
             saving._is_written.set()
@@ -301,6 +305,7 @@ def test_the_end_of_a_checkpoint_is_asked_for_once(count, tmp_path):
     made._is_written.set()
     made._is_agreed.set()
     made._processes = SimpleNamespace(count=count, gather=gather, unreachable=None)
+    made._num_parts = count
     made._thread = SimpleNamespace(is_alive=lambda: False)
     made.path, made._error = tmp_path, None
     for _ in range(2):
