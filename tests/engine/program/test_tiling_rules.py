@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 from jax.extend.random import threefry2x32_p
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import random_functions
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.axes import (
+    _RULES,
     MAPPED,
     Axes,
     Label,
@@ -44,6 +46,13 @@ RULED = {
     )(IDS[0]),
     "folds": lambda x: (x.sum(0), x.max((0, 1)), x.min(1), x.prod(2), (x > 0.5).all(0),
                         (x > 0.5).any((1, 2)), jax.lax.reduce_xor(IDS, (0,)) + x.mean()),
+    "matrices": lambda x: jax.lax.linalg.triangular_solve(
+        x[:, :2, :2] + 3 * jnp.eye(2), x[:, :2], left_side=True
+    ),
+    "random bits": lambda x: x * jax.random.bits(jax.random.key(0), x.shape).astype(x.dtype),
+    "sharding constraint": lambda x: jax.lax.with_sharding_constraint(
+        x, NamedSharding(Mesh(jax.devices()[:2], "data"), PartitionSpec(None, "data"))
+    ),
     "iota": lambda x: x + jax.lax.broadcasted_iota(x.dtype, x.shape, 1),
     "pad": lambda x: jnp.pad(x, [(0, 0), (1, 2), (0, 0)]),
     "pad between": lambda x: jax.lax.pad(x, 1.0, [(0, 0, 0), (0, 0, 1), (-1, 2, 0)]),
@@ -87,6 +96,8 @@ RULED = {
     "pooling with holes",
     "scatter into a slice",
     "scatter set",
+    "random bits",
+    "sharding constraint",
 )
 @pytest.mark.parametrize("name", RULED)
 def test_an_operation_is_divided_along_every_axis_that_its_rule_allows(name):
@@ -124,9 +135,11 @@ def parts_by_rule(eqn):
 
 def test_parts_of_operands_give_as_large_a_part_of_the_results():
     """By shapes alone, which differ along all axes: nothing is compiled."""
-    seen = set()
+    seen, rules = set(), set()
     for function in RULED.values():
         for eqn in jx.equations(flat_jaxpr(function, X)):
+            if rule := _RULES.get(eqn.primitive.name):
+                rules.add(rule.__qualname__)
             for part, shapes in parts_by_rule(eqn):
                 given = [
                     jax.ShapeDtypeStruct(shape, v.aval.dtype)
@@ -136,6 +149,12 @@ def test_parts_of_operands_give_as_large_a_part_of_the_results():
                 assert [x.shape for x in found] == shapes[len(given) :], part
                 seen.add(eqn.primitive.name)
     assert len(seen) > 30
+    assert rules == {rule.__qualname__ for rule in _RULES.values()}
+
+
+def test_axes_that_a_constraint_shards_are_not_divided():
+    (eqn,) = jx.equations(flat_jaxpr(RULED["sharding constraint"], X))
+    assert [Axes(eqn).together(0, axis) is not None for axis in range(3)] == [True, False, True]
 
 
 @pytest.mark.by_default("0")
