@@ -179,6 +179,7 @@ def test_a_loss_that_applies_a_linen_module_to_variables_learns_the_way():
         ("mse", "str"),
         (lambda model: 0.0, "<lambda> (model)"),
         (lambda batch, model: 0.0, "<lambda> `batch` first"),
+        (lambda data, model, rng: 0.0, "<lambda> `data` first"),
         (lambda params, state, batch: 0.0, "<lambda> random"),
         (lambda model, batch, rng, step: 0.0, "<lambda> (model, batch, rng, step)"),
         (lambda model, batch, *, scale: 0.0, "<lambda> (model, batch, *, scale)"),

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from chats import alpaca, assert_same_batches, conversations, openai, sharegpt, tokenizer, write
 from megatrain_jax import data
 from megatrain_jax._src.lm.data import reading, row_formats
-from megatrain_jax._src.lm.data.report import InvalidRow, Report
+from megatrain_jax._src.lm.data.report import InvalidRow, Report, RowOrigin
 from megatrain_jax._src.lm.data.row_formats import to_conversation
 from messages import refuses, tells
 
@@ -275,6 +275,21 @@ def test_an_array_is_read_around_values_that_python_refuses(
     path.write_text(f"[{bad[:-1] if bad[0] == '{' else bad}")
     with refuses(data.DataError, f"{path}, line 1:", "JSON"):
         list(reading.rows(str(path), Report()))
+
+
+@pytest.mark.parametrize("number", [19, 20, 21])
+def test_the_first_twenty_reasons_are_told_and_others_are_counted(number: int):
+    report = Report()
+    for reason in range(number):
+        for row in range(4):
+            report.leave_out(RowOrigin("a.json", row + 1), InvalidRow(f"reason {reason}"))
+    lines = report.examples()
+    shown = [line for line in lines if "a.json" in line]
+    assert len({line.split(":")[-1] for line in shown}) == min(number, 20)
+    counts = [line for line in lines if line not in shown]
+    told = sum(int(line.split()[2]) for line in counts if "reason " in line)
+    assert len(shown) + told == 4 * min(number, 20)
+    assert len([line for line in counts if "reason " not in line]) == (number > 20)
 
 
 def test_rows_that_fail_in_code_that_expects_others_are_named(
