@@ -31,6 +31,14 @@ def short(completion_ids, **columns):
 
 def needy(completions, other):
     return other
+
+def add(a: int):
+    '''Adds one.
+
+    Args:
+        a: A number.
+    '''
+    return a + 1
 """
 
 
@@ -146,6 +154,8 @@ def test_functions_are_found_beside_their_file_and_in_the_current_folder(
         (("--rewards", "json:short", *PLAIN), "json function short"),
         (("--rewards", "GIVEN/rewards.py:needy", *PLAIN), "function needy other"),
         (("--data", "GIVEN/empty.jsonl"), "`prompts` token"),
+        (("--tools", "GIVEN/rewards.py:adder"), "`tools` function adder"),
+        (("--tools", "GIVEN/rewards.py:add"), "`tools` `tokenizer` template"),
         (("--columns", "{prompt: task}"), "`columns` task"),
         (("--max-new-tokens", 3), "`--max-completion-length`"),
         (("--reward-funcs", "a:b"), "`--rewards`"),

@@ -80,6 +80,7 @@ def _arguments(
     return {
         "rows": rows,
         "rewards": rewards,
+        "tools": [imported("tools", name) for name in listed(settings.tools)],
         "optimizer": optimizer,
         "steps": settings.steps,
         "tokenizer": tokenizer,

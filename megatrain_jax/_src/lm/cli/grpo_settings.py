@@ -19,6 +19,8 @@ class GrpoSettings(run_settings.RunSettings, run_settings.AdapterSettings, GrpoF
             prompt per row (a text or messages) and columns for reward functions.
         rewards: Reward functions, one or several, as file.py:function or module:function.
         reward_weights: Weight of each reward function; default: 1 each.
+        tools: Functions that completions may call, one or several, as file.py:function or
+            module:function; prompts are messages then.
         ignore: Fields of the checkpoint's config.json to ignore, because they are known not to
             matter.
         steps: Number of updates.
@@ -40,6 +42,8 @@ class GrpoSettings(run_settings.RunSettings, run_settings.AdapterSettings, GrpoF
         use_bias_correction_kl: Whether the divergence is weighed by the ratio of probabilities.
         scale_rewards: Standard deviation that advantages are divided by.
         num_iterations: Updates on the same completions.
+        max_tool_calling_iterations: Maximum number of a completion's turns whose calls of tools are
+            made; default: all.
         mask_truncated_completions: Whether completions of maximum length don't count in the loss.
         log_completions: Add the first prompt's completions to the logs after each multiple of this
             number of steps; 0 for never.
@@ -57,6 +61,7 @@ class GrpoSettings(run_settings.RunSettings, run_settings.AdapterSettings, GrpoF
     rewards: list[str] | str
     steps: int
     reward_weights: list[float] | None = None
+    tools: list[str] | str | None = None
     ignore: list[str] | None = None
     lora_alpha: float = 32.0
     warmup: float = 0.0

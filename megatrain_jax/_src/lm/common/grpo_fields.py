@@ -36,4 +36,5 @@ class GrpoFields:
     scale_rewards: ScaleRewards = "group"
     num_iterations: int = 1
     mask_truncated_completions: bool = False
+    max_tool_calling_iterations: int | None = None
     log_completions: int = 0

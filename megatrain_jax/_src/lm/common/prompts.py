@@ -34,13 +34,14 @@ def is_messages(prompt: Any) -> bool:
     return is_list and all(isinstance(message, Mapping) for message in prompt)
 
 
-def prompt_ids(prompt: Any, tokenizer: Any) -> list[int]:
+def prompt_ids(prompt: Any, tokenizer: Any, tools: Sequence[Any] | None = None) -> list[int]:
     """Returns the token ids of a prompt.
 
     Args:
         prompt: A text, a list of messages, rendered as a question in the tokenizer's chat template,
             or ids.
         tokenizer: The tokenizer; None if prompts are ids.
+        tools: Schemas of tools, which the template tells.
 
     Raises:
         TypeError: If it is none of these.
@@ -53,7 +54,8 @@ def prompt_ids(prompt: Any, tokenizer: Any) -> list[int]:
         with naming("`prompts`"):
             for text in _texts(prompt):
                 check_text(text)
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _chat_ids(prompt, tokenizer)
+        is_text = isinstance(prompt, str)
+        ids = tokenizer.encode(prompt) if is_text else _chat_ids(prompt, tokenizer, tools)
     else:
         ids = prompt
     if isinstance(prompt, Mapping):
@@ -94,7 +96,9 @@ def ids_and_images(prompt: Any, tokenizer: Any) -> tuple[list[int], dict[str, np
     return prompt_ids(np.asarray(prompt["tokens"]), None), images
 
 
-def _chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+def _chat_ids(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Sequence[Any] | None
+) -> list[int]:
     """The token ids of a chat, up to the beginning of the answer."""
     if not hasattr(tokenizer, "apply_chat_template"):
         hint = "only tokenizers of Transformers have a chat template: pass a text"
@@ -107,7 +111,8 @@ def _chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int
         hint = "; data.image_prompts reads images" if "image" in others[0] else ""
         kind = f"a part of the type {others[0]}"
         raise ValueError(f"`prompts` have {kind}: only text is supported{hint}")
-    options = {"add_generation_prompt": True, "return_dict": True}
+    options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True}
+    options |= {"tools": list(tools)} if tools else {}
     try:
         return tokenizer.apply_chat_template(list(messages), **options)["input_ids"]
     except TypeError as error:

@@ -24,6 +24,7 @@ from megatrain_jax._src.common.suggestions import lets_go, take
 from megatrain_jax._src.lm.common.prompts import is_messages, prompt_ids, shown_prompt
 from megatrain_jax._src.lm.grpo import policy_batch
 from megatrain_jax._src.lm.grpo.rewards import RewardFunction, Rewards
+from megatrain_jax._src.lm.grpo.tools import ToolUse
 from megatrain_jax._src.lm.models.decoder import Decoder, with_reference
 from megatrain_jax._src.lm.models.generation.generate import Completion, generate
 from megatrain_jax._src.lm.models.lora import adapted_modules
@@ -43,7 +44,11 @@ class Prompts:
     """
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, options: policy_batch.GrpoOptions
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        tokenizer: Any,
+        options: policy_batch.GrpoOptions,
+        tools: Sequence[Any] = (),
     ):
         """Encodes all prompts.
 
@@ -51,6 +56,7 @@ class Prompts:
             rows: The rows: `prompt`, a text, messages or token ids, and columns for rewards.
             tokenizer: The tokenizer.
             options: The options of the order.
+            tools: Schemas of tools, which messages are rendered with.
 
         Raises:
             TypeError: If the rows are no list, a row is no mapping, or its prompt has a wrong type.
@@ -77,7 +83,10 @@ class Prompts:
                 "reward functions: rename it"
             )
         self._rows, self._options = rows, options
-        self.ids = [prompt_ids(row["prompt"], tokenizer) for row in rows]
+        for i, row in enumerate(rows if tools else ()):
+            if not is_messages(row["prompt"]):
+                raise ValueError(f"`tools` need prompts of messages, unlike that of row {i}")
+        self.ids = [prompt_ids(row["prompt"], tokenizer, tools) for row in rows]
         self.length = max(map(len, self.ids))
         self.columns = [name for name in rows[0] if name != "prompt"]
 
@@ -118,6 +127,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         unit: int | None,
         num_processes: int = 1,
         write: Callable[..., list[Completion]] | None = None,
+        tools: ToolUse | None = None,
     ):
         """Generates nothing yet; call `use` before the first batch.
 
@@ -129,12 +139,13 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
             unit: Number of microbatches times that of devices; None if the plan chooses it.
             num_processes: Number of processes that share the run.
             write: Function that writes completions; None for `models.generate`.
+            tools: The function that does it with tools.
 
         Raises:
             ValueError: If the processes can't have equally many rows.
         """
         self._prompts, self._rewards, self._options = prompts, rewards, options
-        self._write = write
+        self._write, self._tools = tools or write, tools
         self._tokenizer, self._unit = tokenizer, 1
         completions = options.prompts_per_step * options.num_generations
         longest = prompts.length + options.max_completion_length
@@ -253,7 +264,9 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         of = [self._prompts.row(rows[one.prompt]) for one in found]
         # As TRL passes them: a completion of messages is a message.
         said = [
-            [{"role": "assistant", "content": one.text}] if is_messages(row["prompt"]) else one.text
+            (one.messages or [{"role": "assistant", "content": one.text}])
+            if is_messages(row["prompt"])
+            else one.text
             for row, one in zip(of, found, strict=True)
         ]
         columns = {name: [row[name] for row in of] for name in self._prompts.columns}
@@ -284,6 +297,10 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
             "completions/mean_length": float(np.mean(lengths)),
             "completions/clipped_ratio": float(np.mean([o.finish == "length" for o in found])),
         }
+        if self._tools is not None:
+            calls = self._tools.num_calls
+            numbers["tools/call_frequency"] = calls / len(found)
+            numbers["tools/failure_frequency"] = self._tools.num_failures / max(calls, 1)
         for name, column in zip(self._rewards.names, each.T, strict=True):
             numbers[f"rewards/{name}/mean"] = _mean(column)
             numbers[f"rewards/{name}/std"] = _sample_std(column)
@@ -355,6 +372,7 @@ def train_grpo(
     callbacks: Sequence[Callable[..., None]] = (),
     progress: bool = True,
     generate: Callable[..., list[Completion]] | None = None,
+    tools: Sequence[Callable[..., Any]] = (),
     **settings: Any,
 ) -> mt.FitResult:
     """Trains a decoder by the rewards of its own completions: group relative policy optimisation.
@@ -394,6 +412,15 @@ def train_grpo(
         progress: See `fit`.
         generate: The function that writes completions, called as `models.generate` is; None for
             that. `models.InferenceServer` has a server of vLLM write them.
+        tools: Functions, also `async` ones, that completions may call, with types of their
+            arguments and a docstring in Google style, from which the tokenizer's chat template
+            tells the model of them. Prompts are messages then. A call is made when its turn ends;
+            its result is appended, and writing goes on. Results count in `max_completion_length`,
+            but not in the loss. Calls are read by the tokenizer's `response_template`, or as
+            ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen writes them. The
+            completion that reward functions get is a list of all messages. What a function raises
+            is its result, for the model to read. Records have `tools/call_frequency`, calls per
+            completion, and `tools/failure_frequency`, the fraction of calls that failed.
         **settings: Further options of `Trainer`, such as `microbatches` and `device_budget`.
 
     Returns:
@@ -402,8 +429,8 @@ def train_grpo(
 
     Raises:
         TypeError: If an argument has a wrong type.
-        ValueError: See `fit`; or if rows differ in their columns, or a reward function returns a
-            wrong number of rewards, or one that is not finite.
+        ValueError: See `fit`; or if rows differ in their columns, a reward function returns a
+            wrong number of rewards, or one that is not finite, or tools can't be described or told.
         CheckpointError: See `fit`.
         FloatingPointError: See `fit`.
     """
@@ -411,7 +438,9 @@ def train_grpo(
     options = options or policy_batch.GrpoOptions()
     checks.instance("options", options, policy_batch.GrpoOptions, "a models.GrpoOptions")
     rewarding = Rewards(rewards, options.reward_weights)
-    prompts = Prompts(rows, tokenizer, options)
+    most_turns = options.max_tool_calling_iterations
+    tool_use = ToolUse(tools, tokenizer, generate, most_turns) if tools else None
+    prompts = Prompts(rows, tokenizer, options, tool_use.schemas if tool_use else ())
     rewarding.check_columns(prompts.columns)
     trained: Any = model
     if options.beta and not has_adapters(model):
@@ -433,6 +462,7 @@ def train_grpo(
         unit=unit,
         num_processes=num_processes,
         write=generate,
+        tools=tool_use,
     )
     resume = resume and checkpoint_dir is not None
     trainer = mt.Trainer(

@@ -50,6 +50,8 @@ class GrpoOptions(GrpoFields):
         num_iterations: Number of updates on the same completions.
         mask_truncated_completions: Whether completions that reached `max_completion_length` don't
             count in the loss, as DAPO proposes.
+        max_tool_calling_iterations: Maximum number of a completion's turns whose calls of tools are
+            made; None for all.
         log_completions: Number of steps between records with a table of the first prompt's
             completions, `completions`; 0 for none. With several updates on the same completions,
             the first update's record has it.
@@ -179,7 +181,7 @@ def policy_batch(
             found["segments"][row, whole] = document
             found["old_logs"][row, written] = one.tempered_log_probs
             found["advantages"][row, written] = advantages[i]
-            found["weights"][row, written] = weights[i]
+            found["weights"][row, written] = weights[i] * (1 if one.own is None else one.own)
     share = counts.sum() / max(len(rows), 1)
     found["tokens_per_row"] = np.full(len(rows), share, np.float32)
     return found
@@ -193,9 +195,9 @@ def _length(one: Completion) -> int:
 def _counted(completions: Sequence[Completion], options: GrpoOptions) -> np.ndarray:
     """The number of each completion's tokens that count in the loss."""
     masked = options.mask_truncated_completions
-    return np.array(
-        [0 if masked and one.finish == "length" else len(one.ids) for one in completions], np.int64
-    )
+    own = [len(one.ids) if one.own is None else one.own.sum() for one in completions]
+    left_out = [masked and one.finish == "length" for one in completions]
+    return np.where(left_out, 0, own).astype(np.int64)
 
 
 def _shares(counts: np.ndarray, options: GrpoOptions) -> np.ndarray:

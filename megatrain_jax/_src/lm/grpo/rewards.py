@@ -102,7 +102,7 @@ class Rewards:
         """
         size = len(columns["completions"])
         found = [
-            _checked(name, _awaited(_called(function, columns)), size)
+            _checked(name, awaited(_called(function, columns)), size)
             for name, function in zip(self.names, self._functions, strict=True)
         ]
         return np.array(found, np.float64).T
@@ -175,17 +175,17 @@ def _called(function: RewardFunction, columns: Mapping[str, Any]) -> Any:
     return function(*first, **named)
 
 
-def _awaited(found: Any) -> Any:
-    """The rewards, also of an `async` function."""
+def awaited(found: Any) -> Any:
+    """Returns the result of a call, also of an `async` function."""
     if not inspect.isawaitable(found):
         return found
 
-    async def rewards() -> Any:
+    async def result() -> Any:
         return await found
 
     # In a new thread, because a notebook's thread already runs an event loop.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, rewards()).result()
+        return thread.submit(asyncio.run, result()).result()
 
 
 def _checked(name: str, found: Any, size: int) -> list[float]:

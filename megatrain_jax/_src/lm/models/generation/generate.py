@@ -376,6 +376,9 @@ class Completion:
             after `repetition_penalty`, temperature, `top_k`, `top_p` and `min_p`, fp32. These are
             the "processed" ones of vLLM. At temperature 0 they are `log_probs`.
         finish: "stop" if a stop token or text ended it, "length" if `max_tokens` did.
+        own: Whether the model wrote each token, bool, False for results of tools; None if it wrote
+            all.
+        messages: Its turns and the results of tools; None if it called none.
     """
 
     prompt: int
@@ -387,6 +390,8 @@ class Completion:
     tempered_log_probs: np.ndarray
     drawn_log_probs: np.ndarray
     finish: Literal["stop", "length"]
+    own: np.ndarray | None = None
+    messages: list[dict[str, Any]] | None = None
 
 
 class Generator:
