@@ -128,6 +128,13 @@ class Written:
         )
 
 
+def decoder() -> models.Decoder:
+    sizes: dict[str, Any] = {"vocab_size": 264, "hidden_size": 8, "intermediate_size": 8}
+    sizes |= {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+    config = models.DecoderConfig(**sizes, rope=models.Rope(dim=8, base=100.0))
+    return models.Decoder(config, rngs=nnx.Rngs(0))
+
+
 def question(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
@@ -262,9 +269,6 @@ def test_results_do_not_count_in_the_loss():
 
 def test_runs_learn_from_messages_with_results():
     tokenizer = make_tokenizer()
-    sizes: dict[str, Any] = {"vocab_size": 264, "hidden_size": 8, "intermediate_size": 8}
-    sizes |= {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
-    config = models.DecoderConfig(**sizes, rope=models.Rope(dim=8, base=100.0))
     seen: list[Any] = []
 
     def reward(completions: list[Any]) -> list[float]:
@@ -272,7 +276,7 @@ def test_runs_learn_from_messages_with_results():
         return [float(number) for number in range(len(completions))]
 
     result = models.train_grpo(
-        lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
+        decoder,
         [{"prompt": question("one")}, {"prompt": question("none")}],
         reward,
         optax.sgd(1e-2),
@@ -293,6 +297,36 @@ def test_runs_learn_from_messages_with_results():
     assert record["weight"] == sum(
         len(tokenizer.encode(turn)) + 1 for text in ("one", "none") for turn in 2 * TURNS[text]
     )
+
+
+@pytest.mark.exhaustive
+def test_the_model_goes_on_from_results_as_it_is_trained(monkeypatch):
+    """Each turn of a random model is taken for a call; the first update's ratios are 1."""
+    own_message = ToolUse._message
+
+    def message(self: ToolUse, one: Completion) -> dict[str, Any]:
+        function = {"name": "add", "arguments": {"a": 1, "b": len(one.prompt_ids)}}
+        return own_message(self, one) | {"tool_calls": [{"function": function}]}
+
+    monkeypatch.setattr(ToolUse, "_message", message)
+    result = models.train_grpo(
+        decoder,
+        [{"prompt": question("one")}, {"prompt": question("none")}],
+        lambda completion_ids: [float(sum(ids)) for ids in completion_ids],
+        optax.sgd(1e-2),
+        steps=1,
+        tokenizer=make_tokenizer(),
+        options=models.GrpoOptions(
+            num_generations=2, prompts_per_step=2, max_completion_length=80, stop=[*range(200)]
+        ),
+        tools=[add],
+        precision="float32",
+        progress=False,
+    )
+    (record,) = result.history
+    assert record["tools/call_frequency"] > 2 and record["grad_norm"] > 0
+    assert record["sampling/sampling_logp_difference/mean"] < 1e-6
+    assert record["weight"] < 4 * record["completions/mean_length"]
 
 
 def undescribed(a):
