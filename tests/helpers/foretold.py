@@ -81,6 +81,9 @@ def _of_plan(plan: mt.Plan) -> Figures:
         value = getattr(plan, field.name)
         if isinstance(value, int | float) or field.name == "update_mode":
             found[field.name] = value
+    for name in (name for name, of in vars(mt.Plan).items() if isinstance(of, property)):
+        if isinstance(value := getattr(plan, name), int | float | str):
+            found[name] = value
     for name in "host_parts", "busy":
         for part, value in (getattr(plan, name) or {}).items():
             if isinstance(value, tuple):
