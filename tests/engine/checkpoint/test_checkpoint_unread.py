@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 import small
+from boards import FakeBoard, present, processes_of
 from megatrain_jax._src.engine.checkpoint import manifest, orbax
 from megatrain_jax._src.engine.checkpoint.folder import (
     CheckpointError,
@@ -27,6 +29,7 @@ from megatrain_jax._src.engine.checkpoint.folder import (
 )
 from megatrain_jax._src.engine.checkpoint.orbax import ChunkReader
 from megatrain_jax._src.engine.checkpoint.save import Saving
+from megatrain_jax._src.engine.checkpoint.workspace import FolderWorkspace
 from megatrain_jax._src.engine.train import series
 from messages import refuses, tells, warns
 from runs import check_same_bits
@@ -294,6 +297,34 @@ def test_a_checkpoint_is_joined_once_all_processes_have_written_their_parts(tmp_
             assert tells(str(saving._error), f"process {fails[0]}", "full")
         saving.settle()  # what is agreed is not asked again
         assert len(asked) == 2 - all(done)
+
+
+@pytest.mark.parametrize("written", [(4, 4), (4, 5), (4, 3), (3, 4)])
+def test_a_checkpoint_is_complete_though_a_process_is_lost_that_has_written_its_part(written):
+    saving: Any = object.__new__(Saving)
+    board = FakeBoard()
+    saving._processes = processes = processes_of(board)
+    saving._number, saving._num_parts, saving._replaces, saving._error = 4, 2, True, None
+    saving._parts, saving._left, saving._changed = [], Counter(), threading.Condition()
+    saving._is_written, saving._is_agreed = threading.Event(), threading.Event()
+    saving._writer = SimpleNamespace(finish=lambda: None)
+    saving._workspace, finished = FolderWorkspace.__new__(FolderWorkspace), []
+    saving._workspace.release = lambda run: None
+    saving._finish = lambda workspace, facts: finished.append(facts)
+    board.show(1, written=written[1])
+    processes.give_up("it is lost")
+    wait = saving._is_agreed.wait
+
+    def look(seconds: float | None = None) -> bool:
+        if written[0] == 3:
+            present(processes).written = 3  # as before this one's last write
+        present(processes).exchange()
+        return wait(0)
+
+    saving._is_agreed.wait = look  # type: ignore[method-assign]
+    saving._write({"step": 2})
+    is_whole = min(written) >= 4
+    assert finished == [{"step": 2}] * is_whole and (saving._error is None) == is_whole
 
 
 @pytest.mark.parametrize("count", [1, 2])

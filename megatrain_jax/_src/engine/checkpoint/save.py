@@ -5,7 +5,8 @@ the store itself, without a copy. A step waits only before it replaces a group t
 disk, because the group's old arrays must live until then, and its new ones would be a second copy.
 
 If several processes share the run, each writes its devices' part into one folder. At each step they
-exchange whether they are done; when all are, the first process makes a checkpoint from the parts:
+exchange whether they are done; when all are, the first process makes a checkpoint from the parts.
+It does so before the next step if their signs of life already tell that all are done:
 
     process 0                                   process 1
     writes ocdbt.process_0, still               writes ocdbt.process_1, done
@@ -292,6 +293,8 @@ class Saving:
         self._entries, self._replaces = list(entries), workspace is not None
         self._processes = processes = store.placement.processes
         # Where each process holds all state, one of them writes it.
+        processes.num_saves += 1
+        self._number = processes.num_saves
         self._num_parts = 0 if store.placement.copy else store.placement.num_processes
         self._parts = _parts(spec, store, entries)
         # 1 for each group that is not on disk yet.
@@ -327,6 +330,12 @@ class Saving:
         with self._changed:
             while self._left[group]:
                 self._changed.wait(SECONDS_AT_A_TIME)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all processes are known to have written their parts."""
+        presence = self._processes.presence
+        return presence is not None and presence.have_written(self._number)
 
     def settle(self) -> None:
         """Starts publishing the checkpoint if all processes have written their parts.
@@ -418,7 +427,7 @@ class Saving:
             self._parts.clear()
             self._release(list(self._left.elements()))
             self._is_written.set()
-        while several and not self._is_agreed.wait(SECONDS_AT_A_TIME):
+        while several and not self._is_agreed.wait(SECONDS_AT_A_TIME) and not self.is_whole:
             if self._processes.unreachable is not None:
                 self._error = self._error or PeerEndedError(self._processes.unreachable)
                 break
@@ -445,6 +454,7 @@ class Saving:
             self._release(groups)
         if self._num_parts:
             self._writer.finish()
+            self._processes.tell_written(self._number)
 
     def _finish(self, workspace: Workspace, facts: dict[str, Any]) -> None:
         # In this order the checkpoint is complete or counts as none, whenever the process dies:

@@ -64,6 +64,7 @@ class Sign:
         lost: The error after which it has no state left to save; "" while it has.
         gone: Whether it has left the run for good.
         why: The reason why it has left, if it could not wait for a peer or its own main thread.
+        written: Number of the last checkpoint of which it has written its part.
         failed: Whether it has left after an error, or without its main thread, and takes no part in
             JAX's end.
     """
@@ -77,6 +78,7 @@ class Sign:
     lost: str = ""
     gone: bool = False
     why: str = ""
+    written: int = 0
     failed: bool = False
 
 
@@ -88,6 +90,7 @@ class Presence:
         lost: See `Sign`; of this process.
         gone: See `Sign`; of this process.
         why: See `Sign`; of this process.
+        written: See `Sign`; of this process.
         failed: See `Sign`; of this process.
         waits: Whether the main thread waits for its peers in Python, and so notices a verdict.
         has_lost_service: Whether JAX's coordination service, and so the first process, is gone.
@@ -105,6 +108,7 @@ class Presence:
         """
         self.clock = clock or Clock()
         self.ending = self.lost = self.why = ""
+        self.written = 0
         self.gone = self.failed = self.waits = self.has_lost_service = False
         self.signs: list[Sign | None] = [None] * count
         self._index, self._board, self._beat = index, board, 0
@@ -133,6 +137,7 @@ class Presence:
             lost=self.lost,
             gone=self.gone,
             why=self.why,
+            written=self.written,
             failed=self.failed,
         )
         text = json.dumps(dataclasses.asdict(sign)).encode()
@@ -185,6 +190,10 @@ class Presence:
             for i, sign in enumerate(self.signs)
             if sign is not None and i != self._index
         )
+
+    def have_written(self, number: int) -> bool:
+        """Whether all processes have written their parts of a checkpoint."""
+        return all(sign is not None and sign.written >= number for sign in self.signs)
 
     @property
     def is_in_charge(self) -> bool:

@@ -80,6 +80,7 @@ class Processes:
         status: The exit status if the peers can't be reached at this process's end.
         saved: A sentence about the newest checkpoint, for the message of such an end.
         waited: Seconds that this process has waited for its peers so far.
+        num_saves: Number of checkpoints that were begun, the same in each process.
         is_alone: Whether this process goes on without its peers, which can't be reached.
     """
 
@@ -94,7 +95,7 @@ class Processes:
         self.count, self.index, self.num_here = count, index, 1
         self.patience: float | None = PATIENCE_SECONDS
         self.status, self.saved, self.waited = 1, "", 0.0
-        self.is_alone = False
+        self.num_saves, self.is_alone = 0, False
         self._sent = 0
         self.presence = None if board is None else Presence(count, index, board)
         # Of several processes; a single one uses neither.
@@ -205,6 +206,12 @@ class Processes:
         """Tells the peers that this process can't save its state any more, after an error."""
         if self.presence is not None:
             self.presence.lost = error
+            self._changed.set()
+
+    def tell_written(self, number: int) -> None:
+        """Tells the peers that this process has written its part of a checkpoint."""
+        if self.presence is not None:
+            self.presence.written = number
             self._changed.set()
 
     def give_up(self, why: str) -> None:

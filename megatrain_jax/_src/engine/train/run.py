@@ -196,6 +196,7 @@ class Run:
             error = _saved(loop, error, trained=trainer.num_steps > before)
             loop.bar.set_description(_bar_text(trainer, not loop.bar.disable))
         elif series is not None:
+            series.finish_whole()
             _note(error, f"Nothing more could be saved. {processes.saved}")
         if error is None and not signals.has_received:
             error = self._ran_out(steps, before)

@@ -104,6 +104,11 @@ class RunCheckpoints:
         """Releases the folder, after the checkpoint being written is complete."""
         self._workspace.release(run=True)
 
+    def finish_whole(self) -> None:
+        """Waits for a save, after a peer is lost, if that one has written its part."""
+        if self._saving is not None and self._saving.is_whole:
+            self.finish_quietly()
+
     def go_on_alone(self) -> None:
         """Drops the unfinished checkpoint, of which other processes have a part.
 
