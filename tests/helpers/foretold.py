@@ -495,6 +495,26 @@ def _cut(seed: int) -> Figures:
     return found
 
 
+def _other_batches(waves: int) -> Figures:
+    """Schedules of a run's steps and evaluations on batches of other sizes."""
+    build, loss_fn, batch = _of_mlp(4, 256), _MLP, _rows(1024, 256)
+    adapted, _ = adapt(build, loss_fn, batch, 0)
+    options = Options(microbatches=4, waves=waves, device_budget=24 * 2**20)
+    spec = make_run_spec(adapted, loss_fn, CLIPPED, batch, options)
+    found: Figures = {}
+    for rows in 256, 1022, 1536:
+        for train in (True, False) if rows % 4 == 0 else (False,):
+            name = f"{rows} {'trained' if train else 'evaluated'}"
+            try:
+                step = spec.bound_step(_rows(rows, 256), train=train)
+            except ValueError:
+                found[name] = "refused"
+                continue
+            found |= {f"{name} {k}": v for k, v in _of_schedule(step.schedule).items()}
+            found[f"{name} waves"] = f"{step.microbatches} {step.waves}"
+    return found
+
+
 def _in_float8(seed: int) -> Figures:
     """The operations of each stage in float8, where products of some sizes read the same data."""
     rng = random.Random(seed)
@@ -573,7 +593,9 @@ def _blocks(seed: int) -> Figures:
 
 
 def cuts() -> Iterator[_Row]:
-    """Blocks, stages, tiles and float8 products of random models."""
+    """Other batches; and blocks, stages, tiles and float8 products of random models."""
+    for waves in 1, 2, 4:
+        yield f"other batches in {waves} waves", functools.partial(_other_batches, waves)
     for make, name, number in (
         (_cut, "model", 6),
         (_in_float8, "products", 6),
