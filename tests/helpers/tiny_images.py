@@ -135,15 +135,20 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make_torch(kind: str = "gemma3", **changes: Any) -> Any:
-    """Returns a random model in eval mode, with vectors of images that matter."""
+def make_config(kind: str, **changes: Any) -> Any:
+    """Returns a model's configuration of Transformers, whose text has these fields."""
     family, text, vision, own = KINDS[kind]
-    config = getattr(transformers, f"{family}Config")(
+    return getattr(transformers, f"{family}Config")(
         text_config=_TEXT | text | changes, vision_config=vision, **own
     )
+
+
+def make_torch(kind: str = "gemma3", **changes: Any) -> Any:
+    """Returns a random model in eval mode, with vectors of images that matter."""
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForConditionalGeneration")._from_config(
-        config, attn_implementation="eager", dtype=torch.float32
+    family = f"{KINDS[kind][0]}ForConditionalGeneration"
+    model = getattr(transformers, family)._from_config(
+        make_config(kind, **changes), attn_implementation="eager", dtype=torch.float32
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():

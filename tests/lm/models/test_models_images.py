@@ -27,6 +27,7 @@ from megatrain_jax._src.lm.models.rotary import Rope
 from messages import refuses
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
+import transformers  # noqa: E402
 
 from families import named  # noqa: E402
 from published import PUBLISHED  # noqa: E402
@@ -39,6 +40,7 @@ from tiny_images import (  # noqa: E402
     checkpoint,
     inputs,
     loss_of,
+    make_config,
     make_processor,
 )
 
@@ -527,6 +529,27 @@ def test_towers_that_are_not_supported_are_named(kind, change, message, tmp_path
     _, folder = checkpoint(tmp_path / "given", kind)
     values = json.loads((folder / "config.json").read_text())
     check_refused(folder, {"vision_config": values["vision_config"] | change}, message, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_field_that_is_left_out_has_its_default(kind):
+    """Of the vision part, and beside it, where other fields have other values than by default."""
+    full = make_config(kind).to_dict()
+    left_out = []
+    for inner, fields in ((None, full), ("vision_config", full["vision_config"])):
+        for name in fields.keys() - {"model_type", "text_config", "vision_config"}:
+            rest = {key: value for key, value in fields.items() if key != name}
+            values = rest if inner is None else full | {inner: rest}
+            try:
+                ours = models.DecoderConfig.from_hf(values, images=True)
+            except ValueError:  # what no default stands for, or what contradicts it
+                continue
+            given = {key: value for key, value in values.items() if key != "model_type"}
+            filled = transformers.AutoConfig.for_model(values["model_type"], **given).to_dict()
+            assert ours == models.DecoderConfig.from_hf(filled, images=True), (inner, name)
+            left_out.append(name)
+    assert len(left_out) > 20
 
 
 def test_pairs_turn_by_the_dimension_that_transformers_takes(tmp_path):
