@@ -154,6 +154,8 @@ def test_an_automatic_budget_is_what_the_device_has_left():
         assert planned.device_temporary_bytes == 1000 and planned.device_temporary_estimated
         assert planned.device_bytes == planned.device_state_bytes + taken
     assert make_plan(with_room_for(most)).bytes_in == 0 < make_plan(with_room_for(least)).bytes_in
+    compiled = dataclasses.replace(with_room_for(most), temporary_estimated=False)
+    assert not make_plan(compiled).device_temporary_estimated
     assert with_temporaries(spec, 1000, None).first is spec.first
     options = dataclasses.replace(spec.options, device_budget="least")
     fixed = dataclasses.replace(spec, options=options)
