@@ -188,6 +188,9 @@ def test_trackio_reads_what_was_logged(tmp_path: Path, monkeypatch: Any):
         small.fit(None, 1, callbacks=[log, lambda trainer, record: record["step"] / 0])
     (failed,) = (one for one in trackio.Api().runs("tests") if one.name == "two")
     assert [alert["level"] for alert in failed.alerts()] == ["error"]
+    with refuses(ValueError, "resume") as caught:  # by Trackio, when the run begins
+        small.fit(None, 1, callbacks=[callbacks.Trackio("tests", resume="no")])
+    assert "AttributeError" not in "".join(getattr(caught.value, "__notes__", []))
 
 
 @pytest.mark.exhaustive

@@ -1,5 +1,6 @@
 """Completions that call tools: their tokens are the template's, and results are not learned."""
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from megatrain_jax import models
 from megatrain_jax._src.lm.grpo.policy_batch import policy_batch
 from megatrain_jax._src.lm.grpo.tools import ToolUse
 from megatrain_jax._src.lm.models.generation.generate import Completion
-from messages import refuses
+from messages import refuses, warns
 
 END = "<|end|>"
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", END]
@@ -29,6 +30,7 @@ TEMPLATE = (
     "{% endfor %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 NO_RESULTS = TEMPLATE.replace("in messages %}", "in messages if m.role != 'tool' %}")
+OTHER_CALLS = TEMPLATE.replace("tool_call>", "function>")
 STRICT = "{% if messages[-1].role == 'tool' %}{{ raise_exception('needs a call') }}{% endif %}"
 STRICT += TEMPLATE
 ROOM = 1500
@@ -160,8 +162,8 @@ def test_tokens_are_those_of_the_rendered_conversation():
     assert [(one.prompt, one.sample) for one in found] == [(p, s) for p in range(4) for s in (0, 1)]
     for one in found:
         text = questions[one.prompt]
-        assert one.finish == "stop" and (one.messages is None) == (text == "none")
-        messages = one.messages or [{"role": "assistant", "content": one.text}]
+        assert one.finish == "stop" and one.messages is not None
+        messages = one.messages
         given = tokenizer.apply_chat_template(
             [*question(text), *messages], tools=use.schemas, return_dict=True
         )["input_ids"]
@@ -219,8 +221,9 @@ def test_calls_are_read_as_the_tokenizer_says():
     prompts = [tokenizer.encode(f"<|user|>{name}{END}\n<|assistant|>") for name in turns]
     found = use(None, prompts, max_tokens=ROOM, num_samples=1, seed=0)  # type: ignore[arg-type]
     messages = [one.messages for one in found]
-    assert messages[0] is not None and messages[1:] == [None, None]
-    assert [message["content"] for message in messages[0][1:]] == ["3", "3"]
+    assert [len(rows or ()) for rows in messages] == [3, 1, 1]
+    assert messages[0] is not None
+    assert [message["content"] for message in messages[0]] == ["", "3", "3"]
 
 
 def test_each_turn_has_a_seed_of_its_own_and_turns_may_be_limited():
@@ -237,6 +240,7 @@ def test_each_turn_has_a_seed_of_its_own_and_turns_may_be_limited():
 
 @pytest.mark.parametrize("kind", ["in the call", "in the result", "at its end", "in the answer"])
 def test_a_completion_without_room_ends_there(kind):
+    """Or before a result that no turn can follow."""
     (whole,), *_ = completed(["one"], count=1)
     assert whole.own is not None
     first, last = np.flatnonzero(~whole.own)[[0, -1]]
@@ -244,11 +248,114 @@ def test_a_completion_without_room_ends_there(kind):
     room = {"in the call": first - 1, "in the result": last, "at its end": last + 1}
     most = int(room.get(kind, length - 1))
     (one,), *_ = completed(["one"], room=most, count=1)
-    assert one.finish == "length" and len(one.ids) == most
-    np.testing.assert_array_equal(one.ids, whole.ids[:most])
+    is_before = kind in ("in the result", "at its end")
+    assert one.finish == ("stop" if is_before else "length")
+    assert len(one.ids) == (first if is_before else most)
+    np.testing.assert_array_equal(one.ids, whole.ids[: len(one.ids)])
+    assert (one.own is None) == (kind != "in the answer")
     if one.own is not None:
         np.testing.assert_array_equal(one.own, whole.own[:most])
-    assert (one.own is None) == (kind == "in the call")
+    assert one.messages is not None and len(one.messages) == (3 if kind == "in the answer" else 1)
+
+
+@pytest.mark.parametrize("room", [240, 260, 300, 420])
+def test_completions_have_the_same_room_beside_longer_ones(room):
+    questions = ["many", "one"]
+    alone = [completed([name], room=room, count=1)[0][0] for name in questions]
+    beside, *_ = completed(questions, room=room, count=1)
+    for one, other in zip(beside, alone, strict=True):
+        np.testing.assert_array_equal(one.ids, other.ids)
+        assert (one.finish, one.messages) == (other.finish, other.messages)
+    assert max(len(one.ids) for one in beside) <= room
+
+
+def answers(text: str, tools: Sequence[Callable[..., Any]]) -> list[str]:
+    """The results of the calls in a turn; a next one ends the completion."""
+    tokenizer = make_tokenizer()
+    use = ToolUse(tools, tokenizer, Written(tokenizer, {"q": [text, "done"]}), None)
+    ids = tokenizer.encode(f"<|user|>q{END}\n<|assistant|>")
+    (one,) = use(None, [ids], max_tokens=9000, num_samples=1, seed=0)  # type: ignore[arg-type]
+    assert one.messages is not None
+    return [message["content"] for message in one.messages if message["role"] == "tool"]
+
+
+def leave() -> None:
+    """Leaves."""
+    raise SystemExit(3)
+
+
+def echo(text: str) -> str:
+    """Repeats.
+
+    Args:
+        text: A text.
+    """
+    return text
+
+
+async def cancel() -> None:
+    """Cancels itself."""
+    raise asyncio.CancelledError
+
+
+@pytest.mark.filterwarnings("ignore:all .* calls of tools have failed")
+def test_whatever_a_model_writes_is_answered():
+    tools = [leave, echo, cancel]
+    call_of = "<tool_call>{}</tool_call>".format
+    for text in ("[" * 1500 + "]" * 1500, "{", "3", '{"name": "echo", "arguments": "x"}'):
+        (found,) = answers(call_of(text), tools)
+        assert "error" in found and "arguments" in found
+    assert answers(call("echo", text="\ud83d"), tools) == ["?"]
+    assert "3" in answers(call("leave"), tools)[0]
+    assert "CancelledError" in answers(call("cancel"), tools)[0]
+
+
+def test_calls_in_thoughts_are_not_made():
+    thought = f"<think>{call('echo', text='a')}</think>"
+    assert answers(thought + "b", [echo]) == []
+    assert answers(thought + call("echo", text="b"), [echo]) == ["b"]
+
+
+def test_async_tools_run_side_by_side():
+    begun = []
+
+    async def meet(number: int) -> int:
+        """Waits for another call.
+
+        Args:
+            number: A number.
+        """
+        begun.append(number)
+        for _ in range(10_000):
+            if len(begun) < 2:
+                await asyncio.sleep(0)
+        return len(begun)
+
+    assert answers(call("meet", number=1) + call("meet", number=2), [meet]) == ["2", "2"]
+
+
+def test_a_warning_tells_if_all_calls_fail():
+    with warns(UserWarning, 2, "calls of tools", "division"):
+        answers(2 * call("divide", a=1, b=0), [divide])
+
+
+def test_completions_are_continued_in_few_numbers(monkeypatch):
+    """Generation compiles programs for each number of texts."""
+    tokenizer = make_tokenizer()
+    write, numbers = Written(tokenizer), []
+
+    def generate(trainer: Any, prompts: Any, **options: Any) -> list[Completion]:
+        numbers.append(len(prompts) * options["num_samples"])
+        return write(trainer, prompts, **options)
+
+    monkeypatch.setattr("megatrain_jax._src.lm.grpo.tools.generate", generate)
+    use = ToolUse([add, divide], tokenizer, None, None)
+    for waiting in range(1, 17):
+        names = ["one"] * waiting + ["none"] * (16 - waiting)
+        prompts = [tokenizer.encode(f"<|user|>{name}{END}\n<|assistant|>") for name in names]
+        found = use(None, prompts, max_tokens=ROOM, num_samples=1, seed=0)  # type: ignore[arg-type]
+        assert [len(one.messages or ()) for one in found] == [3] * waiting + [1] * (16 - waiting)
+    assert set(numbers) == {2, 4, 8, 16}
 
 
 def test_results_do_not_count_in_the_loss():
@@ -326,7 +433,7 @@ def test_the_model_goes_on_from_results_as_it_is_trained(monkeypatch):
     (record,) = result.history
     assert record["tools/call_frequency"] > 2 and record["grad_norm"] > 0
     assert record["sampling/sampling_logp_difference/mean"] < 1e-6
-    assert record["weight"] < 4 * record["completions/mean_length"]
+    assert record["weight"] == 4 * record["completions/mean_length"] < record["tokens"]
 
 
 def undescribed(a):
@@ -341,8 +448,9 @@ def undescribed(a):
         ([undescribed], TEMPLATE, ValueError, "`tools` undescribed"),
         ([add, divide, add, lambda: 0], TEMPLATE, ValueError, "`tools`"),
         ([add], TEMPLATE.partition("{% endif %}")[2], ValueError, "`tools` `tokenizer` template"),
-        ([add], NO_RESULTS, ValueError, "`tools` `tokenizer` template result"),
-        ([add], STRICT, ValueError, "`tools` `tokenizer` template result needs a call"),
+        ([add], OTHER_CALLS, ValueError, "`tools` `tokenizer.response_template`"),
+        ([add], NO_RESULTS, ValueError, "`tools` `tokenizer` template results"),
+        ([add], STRICT, ValueError, "`tools` `tokenizer` template results needs a call"),
         ([add], None, ValueError, "`tools` `tokenizer` template"),
     ],
 )

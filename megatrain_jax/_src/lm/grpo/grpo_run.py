@@ -249,7 +249,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         self._num_generations += 1
         padding = float((self._batch["segments"] == 0).mean())
         self._shared = self._numbers(found, each, total) | {"padding": padding}
-        tokens = sum(len(one.ids) for one in found)
+        tokens = sum(map(policy_batch.num_own, found))
         self.notes[step] = self._shared | {
             "generation/seconds": seconds,
             "generation/tokens_per_second": tokens / seconds,
@@ -288,7 +288,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         """The metrics for the record, with TRL's names."""
         groups = total.reshape(-1, self._options.num_generations)
         spreads = np.array([_sample_std(group) for group in groups])
-        lengths = [len(one.ids) for one in found]
+        lengths = list(map(policy_batch.num_own, found))
         numbers = {
             "tokens": float(sum(len(one.prompt_ids) + len(one.ids) for one in found)),
             "reward": _mean(total),
@@ -416,8 +416,9 @@ def train_grpo(
             arguments and a docstring in Google style, from which the tokenizer's chat template
             tells the model of them. Prompts are messages then. A call is made when its turn ends;
             its result is appended, and writing goes on. Results count in `max_completion_length`,
-            but not in the loss. Calls are read by the tokenizer's `response_template`, or as
-            ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen writes them. The
+            but not in the loss, and a completion ends with its calls if their results don't fit.
+            Calls are read by the tokenizer's `response_template`, or as
+            ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen3 writes them. The
             completion that reward functions get is a list of all messages. What a function raises
             is its result, for the model to read. Records have `tools/call_frequency`, calls per
             completion, and `tools/failure_frequency`, the fraction of calls that failed.
@@ -439,6 +440,8 @@ def train_grpo(
     checks.instance("options", options, policy_batch.GrpoOptions, "a models.GrpoOptions")
     rewarding = Rewards(rewards, options.reward_weights)
     most_turns = options.max_tool_calling_iterations
+    if most_turns is not None and not tools:
+        raise ValueError("`max_tool_calling_iterations` is for `tools`, and there are none")
     tool_use = ToolUse(tools, tokenizer, generate, most_turns) if tools else None
     prompts = Prompts(rows, tokenizer, options, tool_use.schemas if tool_use else ())
     rewarding.check_columns(prompts.columns)

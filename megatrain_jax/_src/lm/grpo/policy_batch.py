@@ -192,10 +192,15 @@ def _length(one: Completion) -> int:
     return len(one.prompt_ids) + len(one.ids) - 1
 
 
+def num_own(one: Completion) -> int:
+    """Returns the number of tokens that the model wrote."""
+    return len(one.ids) if one.own is None else int(one.own.sum())
+
+
 def _counted(completions: Sequence[Completion], options: GrpoOptions) -> np.ndarray:
     """The number of each completion's tokens that count in the loss."""
     masked = options.mask_truncated_completions
-    own = [len(one.ids) if one.own is None else one.own.sum() for one in completions]
+    own = list(map(num_own, completions))
     left_out = [masked and one.finish == "length" for one in completions]
     return np.where(left_out, 0, own).astype(np.int64)
 

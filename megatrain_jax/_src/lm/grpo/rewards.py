@@ -1,10 +1,12 @@
 """Reward functions: called as TRL calls them, and checked."""
 
 import asyncio
+import functools
 import inspect
 import math
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -102,7 +104,7 @@ class Rewards:
         """
         size = len(columns["completions"])
         found = [
-            _checked(name, awaited(_called(function, columns)), size)
+            _checked(name, _awaited(_called(function, columns)), size)
             for name, function in zip(self.names, self._functions, strict=True)
         ]
         return np.array(found, np.float64).T
@@ -175,17 +177,29 @@ def _called(function: RewardFunction, columns: Mapping[str, Any]) -> Any:
     return function(*first, **named)
 
 
-def awaited(found: Any) -> Any:
-    """Returns the result of a call, also of an `async` function."""
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """An event loop in a thread of its own, because a notebook's thread already runs one."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="async functions", daemon=True).start()
+    return loop
+
+
+def begun(found: Any) -> Any:
+    """Returns what a function has returned; of an `async` one, the future of its result."""
     if not inspect.isawaitable(found):
         return found
 
     async def result() -> Any:
         return await found
 
-    # In a new thread, because a notebook's thread already runs an event loop.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, result()).result()
+    return asyncio.run_coroutine_threadsafe(result(), _loop())
+
+
+def _awaited(found: Any) -> Any:
+    """The rewards, also of an `async` function."""
+    found = begun(found)
+    return found.result() if isinstance(found, Future) else found
 
 
 def _checked(name: str, found: Any, size: int) -> list[float]:

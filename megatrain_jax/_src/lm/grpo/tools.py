@@ -3,17 +3,19 @@
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatrain_jax import Trainer, distributed
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import as_value_errors, needing
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.lm.common.prompts import shown_answer
-from megatrain_jax._src.lm.grpo.rewards import awaited
+from megatrain_jax._src.lm.grpo.rewards import begun
 from megatrain_jax._src.lm.models.generation.generate import Completion, generate
 
 # How Qwen, Hermes and others write a call: an object with `name` and `arguments`.
@@ -21,6 +23,17 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 # Stand for texts in a rendered conversation, to find them there.
 _ANSWER, _RESULT = "Xq7answerXq7", "Xq7resultXq7"
 _QUESTION = {"role": "user", "content": "a question"}
+_LOGS = "log_probs", "tempered_log_probs", "drawn_log_probs"
+# Programs of generation are compiled for a number of texts: powers of two, from this share of all.
+_LEAST_SHARE = 8
+
+
+class _Result(NamedTuple):
+    """The result of a call: the tool's name, a text, and whether it is an error."""
+
+    name: str
+    text: str
+    failed: bool
 
 
 class ToolUse:
@@ -51,7 +64,8 @@ class ToolUse:
             ImportError: If Transformers is not installed.
             TypeError: If `tools` is no list, or one is no function.
             ValueError: If a function's types or docstring make no schema, two have the same name,
-                or the template has no place for tools or their results.
+                or the template has no place for tools or results, or writes calls in a form that
+                can't be read.
         """
         with needing('`tools` need Transformers: pip install "megatrain-jax[finetune]"'):
             from transformers.utils.chat_template_utils import get_json_schema
@@ -61,68 +75,103 @@ class ToolUse:
         self.schemas = []
         for tool in tools:
             name = getattr(tool, "__name__", repr(tool))
-            with as_value_errors(f"`tools`: {name} can't be described"):
+            needs = "a function with types and a docstring of its arguments"
+            with as_value_errors(f"`tools`: {name} can't be described, as {needs} can"):
                 self.schemas.append(get_json_schema(tool))
-            if self._tools.setdefault(name, tool) is not tool:
+            if name in self._tools:
                 raise ValueError(f"`tools` has two functions with the name {name}")
-        self._tokenizer, self._write, self._most_turns = tokenizer, write or generate, most_turns
-        has_place = getattr(tokenizer, "chat_template", None) is not None
+            self._tools[name] = tool
+        self._tokenizer, self._write, self._most_turns = tokenizer, write, most_turns
+        self._check_template()
+        self.num_calls = self.num_failures = 0
+        self._has_warned = False
+
+    def _check_template(self) -> None:
+        """Checks that the template tells of tools, and writes results and readable calls."""
+        has_place = getattr(self._tokenizer, "chat_template", None) is not None
         if not has_place or self._rendered([_QUESTION]) == self._rendered([_QUESTION], tools=None):
             raise ValueError("`tools` need a `tokenizer` whose chat template has a place for tools")
-        # Some templates write results only behind calls, in which a model may have erred.
-        result = {"role": "tool", "name": next(iter(self._tools)), "content": _RESULT}
-        with as_value_errors("`tools`: the `tokenizer`'s chat template writes no result"):
-            if _RESULT not in self._behind_answer([result]):
-                raise ValueError("it leaves out results behind an answer without calls")
-        self.num_calls = self.num_failures = 0
+        name, what = next(iter(self._tools)), "`tools`: the chat template of `tokenizer`"
+        with as_value_errors(f"{what} writes results only behind calls, in which a model may err"):
+            if _RESULT not in self._behind_answer([_tool_message(_Result(name, _RESULT, False))]):
+                raise ValueError("it leaves this one out")
+        if self._reads_by_template:
+            return
+        function = {"name": name, "arguments": {"x": _ANSWER}}
+        call = {"type": "function", "function": function}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        with as_value_errors(f"{what} writes no calls"):
+            text = self._rendered([_QUESTION, answer], add_generation_prompt=False)
+        if call not in map(_call, _CALL.findall(text)):
+            raise ValueError(
+                f"{what} writes calls in a form of its own: set `tokenizer.response_template`, by "
+                "which Transformers reads them; trl.chat_template_utils.add_response_schema "
+                "does it for known models"
+            )
+
+    @property
+    def _reads_by_template(self) -> bool:
+        return getattr(self._tokenizer, "response_template", None) is not None
 
     def __call__(
         self, trainer: Trainer, prompts: Sequence[Sequence[int]], **options: Any
     ) -> list[Completion]:
         """Writes, calls tools and goes on, until completions have no calls; see `models.generate`.
 
-        Results count in `max_tokens`. Of several processes, the first one calls the tools.
+        Results count in `max_tokens`; as in TRL, a completion ends with its calls if their results
+        don't fit. Of several processes, the first one calls the tools.
         """
         room, self.num_calls, self.num_failures = options["max_tokens"], 0, 0
-        found = self._write(trainer, prompts, **options)
+        found = (self._write or generate)(trainer, prompts, **options)
         messages, waiting = [[self._message(one)] for one in found], range(len(found))
         for turn in itertools.count(1):
             calls = {i: messages[i][-1].get("tool_calls") for i in waiting}
             made = {i: rows for i, rows in calls.items() if rows and found[i].finish == "stop"}
             if not made or (self._most_turns is not None and turn > self._most_turns):
                 break
-            results = distributed.in_first(
-                lambda made=made: [[self._result(call) for call in rows] for rows in made.values()],
-                trainer,
-            )
-            for i, answers in zip(made, results, strict=True):
-                own = [{"role": "tool", "name": name, "content": text} for name, text, _ in answers]
-                messages[i] += own
-                self.num_calls += len(answers)
-                self.num_failures += sum(failed for _, _, failed in answers)
-                found[i] = _followed(found[i], self._ids_of(own, found[i]), None, room)
-            waiting = [i for i in made if found[i].finish == "stop"]
+            results = distributed.in_first(lambda made=made: self._results(made.values()), trainer)
+            waiting = []
+            for i, rows in zip(made, results, strict=True):
+                answers = [_tool_message(_Result(*row)) for row in rows]
+                self.num_calls += len(rows)
+                self.num_failures += sum(_Result(*row).failed for row in rows)
+                ids = self._ids_of(answers, found[i])
+                if len(found[i].ids) + len(ids) < room:
+                    messages[i] += answers
+                    found[i] = _followed(found[i], ids)
+                    waiting.append(i)
             if not waiting:
                 break
-            more = self._write(
-                trainer,
-                [[*found[i].prompt_ids, *found[i].ids] for i in waiting],
-                **options
-                | {
-                    "num_samples": 1,
-                    "seed": (options["seed"] + turn) % 2**32,
-                    "max_tokens": room - min(len(found[i].ids) for i in waiting),
-                },
-            )
+            options |= {"num_samples": 1, "seed": (options["seed"] + 1) % 2**32}
+            options |= {"max_tokens": room - min(len(found[i].ids) for i in waiting)}
+            so_far = [[*found[i].prompt_ids, *found[i].ids] for i in waiting]
+            more = self._more(trainer, so_far, len(found), options)
             for i, one in zip(waiting, more, strict=True):
-                messages[i].append(self._message(one))
-                found[i] = _followed(found[i], one.ids, one, room)
+                turn_of = self._cut(one, room - len(found[i].ids))
+                messages[i].append(self._message(turn_of))
+                found[i] = _followed(found[i], turn_of.ids.tolist(), turn_of)
         return [
             replace(one, text=shown_answer(one.ids.tolist(), self._tokenizer), messages=rows)
-            if len(rows) > 1
-            else one
             for one, rows in zip(found, messages, strict=True)
         ]
+
+    def _more(
+        self, trainer: Trainer, so_far: list[list[int]], total: int, options: dict[str, Any]
+    ) -> list[Completion]:
+        """The next turns of some conversations, of a number for which programs are there."""
+        if self._write is not None:
+            return self._write(trainer, so_far, **options)
+        number = max(1 << (len(so_far) - 1).bit_length(), total // _LEAST_SHARE)
+        more = generate(trainer, so_far + so_far[-1:] * (number - len(so_far)), **options)
+        return more[: len(so_far)]
+
+    def _cut(self, one: Completion, room: int) -> Completion:
+        """A turn without the tokens for which there was room in shorter conversations only."""
+        if len(one.ids) <= room:
+            return one
+        logs = {name: getattr(one, name)[:room] for name in _LOGS}
+        text = shown_answer(one.ids[:room].tolist(), self._tokenizer)
+        return replace(one, **logs, ids=one.ids[:room], text=text, finish="length")
 
     def _rendered(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         given = {"tools": self.schemas, "add_generation_prompt": True, "tokenize": False} | options
@@ -130,26 +179,56 @@ class ToolUse:
 
     def _message(self, one: Completion) -> dict[str, Any]:
         """A turn as a message, with its calls in `tool_calls`."""
+        message: dict[str, Any] = {"role": "assistant", "content": one.text}
         text = self._tokenizer.decode(one.ids)
-        if getattr(self._tokenizer, "response_template", None) is not None:
+        if self._reads_by_template:
             before = self._tokenizer.decode(one.prompt_ids)
             try:
-                return self._tokenizer.parse_response(text, prefix=before, tools=self.schemas)
-            except (ValueError, TypeError):  # the model has written something else
-                return {"role": "assistant", "content": one.text}
-        message = {"role": "assistant", "content": _CALL.sub("", one.text).strip()}
-        bodies = _CALL.findall(text)
-        return message | ({"tool_calls": [*map(_call, bodies)]} if bodies else {})
+                read = self._tokenizer.parse_response(text, prefix=before, tools=self.schemas)
+            except (ValueError, TypeError, RecursionError):  # the model has written something else
+                return message
+            return message | {"content": ""} | read
+        # Calls in a model's thoughts are not meant.
+        if bodies := _CALL.findall(text.rpartition("</think>")[2]):
+            message["content"] = _CALL.sub("", one.text).strip()
+            message["tool_calls"] = [*map(_call, bodies)]
+        return message
 
-    def _result(self, call: dict[str, Any]) -> tuple[str, str, bool]:
-        """The name of a call's tool, the text of its result, and whether it failed."""
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
+    def _results(self, calls: Iterable[Sequence[Mapping[str, Any]]]) -> list[list[_Result]]:
+        """The results of each turn's calls; `async` tools run side by side."""
+        open_ones = [[self._begun(call) for call in rows] for rows in calls]
+        results = [[self._result(*one) for one in rows] for rows in open_ones]
+        every = [*itertools.chain.from_iterable(results)]
+        if not self._has_warned and all(one.failed for one in every):
+            self._has_warned = True
+            warn_user(
+                f"all {len(every)} calls of tools have failed, the last one: {every[-1].text}"
+            )
+        return results
+
+    def _begun(self, call: Mapping[str, Any]) -> tuple[str, Any]:
+        """The name of a call's tool, and its result, the future of one, or an error."""
+        function = call.get("function") or {}
+        name, arguments = str(function.get("name")), function.get("arguments") or {}
         try:
+            if not isinstance(arguments, Mapping):
+                raise ValueError("a call must be an object with `name` and an object `arguments`")
             if name not in self._tools:
                 raise ValueError(f"there is no tool {name!r}, only {', '.join(self._tools)}")
-            return name, str(awaited(self._tools[name](**arguments))), False
-        except Exception as error:  # the model reads it, whatever it is
-            return name, str({"error": str(error)}), True
+            return name, begun(self._tools[name](**arguments))
+        except (Exception, SystemExit) as error:  # the model reads it, whatever it is
+            return name, error
+
+    def _result(self, name: str, value: Any) -> _Result:
+        try:
+            value = value.result() if isinstance(value, Future) else value
+        except (Exception, SystemExit) as error:
+            value = error
+        failed = isinstance(value, BaseException)
+        text = str({"error": str(value) or type(value).__name__} if failed else value)
+        # Tokenizers take valid Unicode only.
+        name, text = (x.encode(errors="replace").decode() for x in (name, text))
+        return _Result(name, text, failed)
 
     def _ids_of(self, results: Sequence[dict[str, Any]], one: Completion) -> list[int]:
         """The tokens between a turn with calls and the next one."""
@@ -163,31 +242,29 @@ class ToolUse:
         return self._rendered([_QUESTION, answer, *results]).partition(_ANSWER)[2]
 
 
+def _tool_message(result: _Result) -> dict[str, Any]:
+    return {"role": "tool", "name": result.name, "content": result.text}
+
+
 def _call(body: str) -> dict[str, Any]:
-    """A call as TRL has it; the name is the text if it can't be read."""
+    """A call as TRL has it; its arguments are the text if it can't be read."""
     try:
         read = json.loads(body)
-        name, arguments = str(read["name"]), dict(read.get("arguments") or {})
-    except (ValueError, TypeError, KeyError, AttributeError):
-        name, arguments = body, {}
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+        function = {"name": str(read["name"]), "arguments": read.get("arguments") or {}}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        function = {"name": "", "arguments": body}
+    return {"type": "function", "function": function}
 
 
-def _followed(
-    one: Completion, ids: Sequence[int] | np.ndarray, more: Completion | None, room: int
-) -> Completion:
-    """A completion with further tokens, as far as there is room: a turn's, or those of results."""
-    count = min(len(ids), room - len(one.ids))
+def _followed(one: Completion, ids: Sequence[int], more: Completion | None = None) -> Completion:
+    """A completion with further tokens: those of results, or of a turn."""
     own = np.ones(len(one.ids), bool) if one.own is None else one.own
-    logs = {}
-    for name in ("log_probs", "tempered_log_probs", "drawn_log_probs"):
-        new = np.zeros(count, np.float32) if more is None else getattr(more, name)[:count]
-        logs[name] = np.concatenate([getattr(one, name), new])
-    is_full = count < len(ids) or (more is None and len(one.ids) + count == room)
+    none = np.zeros(len(ids), np.float32)
+    logs = {name: none if more is None else getattr(more, name) for name in _LOGS}
     return replace(
         one,
-        **logs,
-        ids=np.concatenate([one.ids, np.array(ids[:count], np.int32)]),
-        own=np.concatenate([own, np.full(count, more is not None)]),
-        finish="length" if is_full else "stop" if more is None else more.finish,
+        **{name: np.concatenate([getattr(one, name), new]) for name, new in logs.items()},
+        ids=np.concatenate([one.ids, np.array(ids, np.int32)]),
+        own=np.concatenate([own, np.full(len(ids), more is not None)]),
+        finish="stop" if more is None else more.finish,
     )

@@ -378,7 +378,7 @@ class Completion:
         finish: "stop" if a stop token or text ended it, "length" if `max_tokens` did.
         own: Whether the model wrote each token, bool, False for results of tools; None if it wrote
             all.
-        messages: Its turns and the results of tools; None if it called none.
+        messages: Its turns and the results of tools; None if it was written without tools.
     """
 
     prompt: int
