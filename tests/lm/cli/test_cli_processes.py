@@ -269,19 +269,23 @@ def test_processes_write_and_reward_what_one_process_does(number, name, runs, tm
     assert texts == others
 
 
-@pytest.mark.exhaustive
 @pytest.mark.skipif(not can_make_hosts(), reason="needs root, iproute2 and unshare, to make hosts")
-def test_hosts_train_reward_and_sample_what_processes_of_one_host_do(runs, tmp_path):
+@pytest.mark.parametrize(
+    "count",
+    [pytest.param(2, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.long)],
+)
+def test_hosts_train_reward_and_sample_what_processes_of_one_host_do(count, runs, tmp_path):
     whole = options(runs.folder, tmp_path / "whole", samples="count", **EVALUATED)
     calls = [whole, rewarded(runs.folder, tmp_path / "rewarded")]
-    with Hosts(2) as hosts:
+    with Hosts(count) as hosts:
         rows = [
             ([name, *call], None) for name, call in zip(("finetune", "grpo"), calls, strict=True)
         ]
-        ran = in_processes(tmp_path, 2, 2, rows, hosts)
-    assert ran.statuses == [[0, 0], [0, 0]], ran.printed
-    (first, other), _ = ran.printed
-    assert tells(first, "2 processes", "2 hosts", "4 devices") and "finished" not in other
+        ran = in_processes(tmp_path, count, 4 // count, rows, hosts)
+    assert ran.statuses == [[0] * count] * 2, ran.printed
+    (first, *others), _ = ran.printed
+    assert tells(first, f"{count} processes", f"{count} hosts", "4 devices")
+    assert "finished" not in "".join(others)
     here, there = (
         text[text.index("samples after step 6") :] for text in (first, runs.first.printed[1][0])
     )
@@ -290,7 +294,7 @@ def test_hosts_train_reward_and_sample_what_processes_of_one_host_do(runs, tmp_p
         for tensor, x in weights(runs.folder / name / "model").items():
             np.testing.assert_array_equal(x, weights(tmp_path / name / "model")[tensor], tensor)
         for record in history(tmp_path / name):
-            assert record["slowest_process"] in (0, 1) and record["slowest_seconds"] > 0
+            assert record["slowest_process"] in range(count) and record["slowest_seconds"] > 0
     texts = [(folder / "rewarded/log.jsonl.txt").read_text() for folder in (runs.folder, tmp_path)]
     assert texts[0] == texts[1]
 
