@@ -5,6 +5,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,20 @@ def test_a_file_that_is_no_log_is_left_alone(kind: Any, text: str, tmp_path: Pat
     with refuses(ValueError, path):
         small.fit(None, 1, callbacks=[kind(path)])
     assert path.read_text() == text
+
+
+def test_a_process_that_becomes_the_first_one_writes_no_log_of_its_own(tmp_path: Path):
+    """As it does once the first one is lost; the file is not its own to go on with."""
+    log, path = callbacks.JSONLog(tmp_path / "log.jsonl"), tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n')
+    other, first = (
+        SimpleNamespace(processes=SimpleNamespace(is_first=is_first), num_steps=0)
+        for is_first in (False, True)
+    )
+    log.begin(other)  # type: ignore[arg-type]
+    log(first, {"step": 1, "loss": 2.0})  # type: ignore[arg-type]
+    log.end(SimpleNamespace(trainer=first))  # type: ignore[arg-type]
+    assert path.read_text() == '{"step": 1}\n'
 
 
 @pytest.mark.filterwarnings("default")

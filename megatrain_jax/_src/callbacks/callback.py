@@ -72,22 +72,26 @@ class Log(Callback, abc.ABC):
     """A callback that logs records; if several processes share a run, only the first one logs."""
 
     adds_metrics = ()
+    # Not in other processes, nor if opening has failed.
+    _is_open = False
 
     def begin(self, trainer: Trainer) -> None:
         """Opens the log."""
+        self._is_open = False
         if trainer.processes.is_first:
             self._open(trainer.num_steps)
+            self._is_open = True
 
     def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """Writes the numbers of a record, and its tables of texts."""
-        if trainer.processes.is_first:
+        if self._is_open:
             self._write(record["step"], numbers(record))
             for name, rows in tables(record).items():
                 self._write_table(record["step"], name, rows)
 
     def end(self, result: FitResult) -> None:
         """Closes the log, with the reason of the end if the log can store it."""
-        if result.trainer.processes.is_first:
+        if self._is_open:
             self._close(result)
 
     def _open(self, num_steps: int) -> None:

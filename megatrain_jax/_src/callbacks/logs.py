@@ -371,8 +371,6 @@ class Trackio(_RunOfInit):
     def _close(self, result: FitResult) -> None:
         failed = result.ended == "failed"
         level = self._levels.ERROR if failed else self._levels.INFO
-        if self._run is None:  # it could not be opened
-            return
         self._run.alert(f"{result.ended}: {result.reason}", level=level)
         self._run.finish()
 
@@ -405,8 +403,6 @@ class WandB(_RunOfInit):
         super().__init__(wandb.init, wandb.Table, init)
 
     def _close(self, result: FitResult) -> None:
-        if self._run is None:
-            return
         self._run.summary["ended"] = f"{result.ended}: {result.reason}"
         self._run.finish(exit_code=int(result.ended == "failed"))
 
