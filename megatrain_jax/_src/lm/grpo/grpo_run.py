@@ -72,6 +72,8 @@ class Prompts:
             checks.instance("rows", row, Mapping, "mappings with a `prompt` each")
             if "prompt" not in row:
                 raise ValueError(f"row {i} (counted from 0) has no `prompt`, but {list(row)}")
+            if tools and not is_messages(row["prompt"]):
+                raise ValueError(f"`tools` need prompts of messages, unlike that of row {i}")
             if row.keys() != rows[0].keys():
                 raise ValueError(
                     f"row {i} (counted from 0) has the columns {list(row)}, but row 0 has "
@@ -83,9 +85,6 @@ class Prompts:
                 "reward functions: rename it"
             )
         self._rows, self._options = rows, options
-        for i, row in enumerate(rows if tools else ()):
-            if not is_messages(row["prompt"]):
-                raise ValueError(f"`tools` need prompts of messages, unlike that of row {i}")
         self.ids = [prompt_ids(row["prompt"], tokenizer, tools) for row in rows]
         self.length = max(map(len, self.ids))
         self.columns = [name for name in rows[0] if name != "prompt"]

@@ -132,9 +132,10 @@ class ToolUse:
             results = distributed.in_first(lambda made=made: self._results(made.values()), trainer)
             waiting = []
             for i, rows in zip(made, results, strict=True):
-                answers = [_tool_message(_Result(*row)) for row in rows]
-                self.num_calls += len(rows)
-                self.num_failures += sum(_Result(*row).failed for row in rows)
+                own = [_Result(*row) for row in rows]
+                self.num_calls += len(own)
+                self.num_failures += sum(one.failed for one in own)
+                answers = [*map(_tool_message, own)]
                 ids = self._ids_of(answers, found[i])
                 if len(found[i].ids) + len(ids) < room:
                     messages[i] += answers
