@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 import math
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,25 @@ def test_a_jsonl_log_is_the_history(tmp_path: Path):
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert math.isnan(result.history[1]["loss"]) and found[1]["loss"] is None
     assert found[0] == result.history[0] and found[2] == result.history[2]
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_waits_until_a_record_is_written_and_a_second_one_does_not(
+    signals: int, tmp_path: Path
+):
+    class Interrupted(callbacks.JSONLog):
+        def _write(self, step: int, values: dict[str, float]) -> None:
+            for _ in range(signals if step == 2 else 0):
+                signal.raise_signal(signal.SIGINT)
+            super()._write(step, values)
+
+    log = Interrupted(tmp_path / "run.jsonl")
+    result = small.fit(None, 5, callbacks=[log])
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    trained = [record["step"] for record in result.history]
+    assert result.interrupted and trained == [1, 2, 3]
+    assert steps == [step for step in trained if step != 2 or signals == 1]
 
 
 def test_only_rows_of_equal_columns_are_a_table():

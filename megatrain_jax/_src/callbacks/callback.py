@@ -30,10 +30,13 @@ class Callback:
         adds_metrics: The names of the metrics that it adds to records; None if they aren't known.
         own_checkpoints: The folder whose checkpoints it writes and removes; None if there is none.
             `fit` refuses that of the run or of another callback.
+        signals_wait: Whether Ctrl-C or SIGTERM waits until a call has ended; a second signal takes
+            effect at once. Otherwise the record whose call it cuts off does not come again.
     """
 
     adds_metrics: Collection[str] | None = None
     own_checkpoints: str | PathLike[str] | None = None
+    signals_wait = False
 
     def begin(self, trainer: Trainer) -> None:
         """Called before a run's first step, after a checkpoint has been restored.
@@ -72,6 +75,7 @@ class Log(Callback, abc.ABC):
     """A callback that logs records; if several processes share a run, only the first one logs."""
 
     adds_metrics = ()
+    signals_wait = True
     # Not in other processes, nor if opening has failed.
     _is_open = False
 

@@ -11,7 +11,7 @@ so the driver always has the next step ready while the device computes:
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -339,9 +339,11 @@ class Loop:
             # flight.
             name = getattr(function, "__qualname__", type(function).__qualname__)
             self._is_in_callback = True
+            waits = getattr(callback, "signals_wait", False)
             with (
                 suppress(*([KeyboardInterrupt] if self.signals.ending else [])),
                 doing(f"in the callback {name}", of_user=True),
+                deferred_interrupt(second_interrupts=True) if waits else nullcontext(),
             ):
                 function(*arguments)
         except Exception:
