@@ -410,10 +410,10 @@ COMPRESSED = {
     ("about", "parts", "named"),
     [
         # Methods that can't be read.
-        ({"quant_method": "gptq", "bits": 4}, {"qweight": "I32", "scales": "F16"}, "gptq"),
+        ({"quant_method": "hqq", "bits": 4}, {"qweight": "I32", "scales": "F16"}, "hqq"),
         ({"quant_method": "modelopt"}, {"weight": "F8", "weight_scale": "F32"}, "modelopt"),
         ({"quant_method": "fbgemm_fp8"}, {"weight": "F8", "weight_scale": "F32"}, "fbgemm_fp8"),
-        (COMPRESSED | {"format": "pack-quantized"}, {"weight_packed": "I32"}, "pack-quantized"),
+        (COMPRESSED | {"format": "nvfp4-pack-quantized"}, {"weight_packed": "U8"}, "nvfp4-pack"),
         # Codes without their scales, and scales without codes.
         (FP8, {"weight": "F8"}, f"{UP}.weight_scale_inv"),
         (FP8, {"weight": "F8", "weight_scale": "F32"}, f"{UP}.weight_scale"),

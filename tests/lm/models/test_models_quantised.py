@@ -447,11 +447,11 @@ def test_one_weight_is_decoded_at_a_time(kind, tmp_path):
 @pytest.mark.parametrize(
     ("about", "match"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "'gptq'.* mxfp4, fp8"),
-        ({"quant_method": "awq", "bits": 4}, "'awq'.*Start"),
+        ({"quant_method": "hqq", "bits": 4}, "'hqq'.* mxfp4, fp8"),
+        ({"quant_method": "quanto", "bits": 4}, "'quanto'.*Start"),
         (
-            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            "'pack-quantized' .*compressed-tensors.*float-quantized, int-quantized",
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            "'nvfp4-pack-quantized' .*compressed-tensors.*float-quantized, int-quantized",
         ),
         ({"bits": 4}, "`quantization_config` .*'None'"),
         ("awq", "`quantization_config` .*object"),

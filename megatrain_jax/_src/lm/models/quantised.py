@@ -9,6 +9,8 @@ weight `W`::
                         W_scale_inv    a scale per 128 x 128 numbers, or one for all
     compressed-tensors  W          8-bit floats or integers
                         W_scale    a scale per weight, per row or per group of a row
+                        W_packed   integers of up to 8 bits; see packed_integers.py, as for
+    gptq, awq           qweight    integers of up to 8 bits
     bitsandbytes        W          two 4-bit codes per byte, or 8-bit integers
                         W.absmax, …    scales per 64 numbers, in 8 bits with their own scales
                         SCB        a scale per row of integers
@@ -20,9 +22,8 @@ weight exists beside its destination.
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,92 +32,15 @@ import numpy as np
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import parsed_json
+from megatrain_jax._src.lm.models.coded_weights import CHUNK, check_fit, weight_of
+from megatrain_jax._src.lm.models.packed_integers import read_awq, read_gptq, read_packed
 from megatrain_jax._src.lm.models.tensors import (
     CODES,
-    DTYPES,
     ITEM_BYTES,
     Tensor,
     open_folder,
     some,
 )
-
-# Numbers decoded at a time.
-CHUNK = 2**18
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantisedTensor(Tensor):
-    """A weight that is decoded from several tensors when it is read.
-
-    Attributes:
-        parts: The tensors: codes first, then scales.
-        decode: Function from the parts' arrays, or those of one expert, to the weight's.
-    """
-
-    parts: tuple[Tensor, ...]
-    decode: Callable[..., np.ndarray]
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The files that contain the parts."""
-        return tuple(part.path for part in self.parts)
-
-    def slice(self, index: Any) -> np.ndarray:
-        """Returns a part of the weight; see `Tensor.slice`."""
-        if isinstance(index, tuple):  # rows of one expert
-            expert, rows = index
-            return self.decode(*(part.slice(expert) for part in self.parts))[rows]
-        return self.decode(*(part.read() for part in self.parts))[index]
-
-
-def weight_of(
-    name: str,
-    parts: Sequence[Tensor],
-    shape: tuple[int, ...],
-    code: str,
-    decode: Callable[..., np.ndarray],
-) -> QuantisedTensor:
-    """A weight that is decoded when it is read.
-
-    Args:
-        name: Its name.
-        parts: The tensors: codes first, then scales.
-        shape: Its shape.
-        code: Its dtype in the notation of safetensors.
-        decode: Function from the parts' arrays and the keyword `dtype` to the weight's array.
-    """
-    first = parts[0]
-    return QuantisedTensor(
-        path=first.path,
-        file=first.file,
-        name=name,
-        shape=shape,
-        dtype=code,
-        start=first.start,
-        whole=shape,
-        parts=tuple(parts),
-        decode=partial(decode, dtype=DTYPES[code]),
-    )
-
-
-def check_fit(name: str, parts: Sequence[Tensor], fits: bool, said: str = "") -> None:
-    """Refuses tensors of one weight that don't fit each other.
-
-    Args:
-        name: The weight.
-        parts: The tensors.
-        fits: Whether they fit.
-        said: What the configuration says about them, for the message.
-
-    Raises:
-        ValueError: If they don't.
-    """
-    if not fits:
-        shapes = [f"{part.name} {part.shape} {part.dtype}" for part in parts]
-        end = f"; `quantization_config` says {said}" if said else ""
-        raise ValueError(
-            f"codes and scales of {name[:200]} don't fit each other: {some(shapes)}{end}"
-        )
 
 
 def scaled(
@@ -306,7 +230,7 @@ _BESIDE_WEIGHTS = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|SCB)$|(\.weight|_proj)\.?_?"
     r"(\w*scale\w*|\w*zero_point|packed|shape|g_idx|blocks|(nested_)?(absmax|quant_map)|quant_state.*)$"
 )
-_COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized")
+_COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 # The floats of 4 bits in the order of their codes, without signs.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -465,6 +389,7 @@ def _compressed(tensors: Mapping[str, Tensor], about: Any, code: str) -> dict[st
     rows = groups.values() if isinstance(groups, Mapping) else ()
     weights = [row.get("weights") for row in rows if isinstance(row, Mapping)]
     weights = [own for own in weights if isinstance(own, Mapping)]
+    tensors = read_packed(tensors, weights, code)
     # One scale for a weight or for a row can't be mistaken for anything else.
     blocks = {(_WHOLE, _WHOLE), (1, _WHOLE)}
     for own in weights:
@@ -570,4 +495,6 @@ _READERS: dict[str, _Reader] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed,
     "bitsandbytes": read_bitsandbytes,
+    "gptq": read_gptq,
+    "awq": read_awq,
 }
