@@ -209,6 +209,16 @@ def test_buffers_and_further_layers_are_written_as_they_were_read(tmp_path):
     check_same_tensors(save_pretrained(model, tmp_path / "saved"), source)
 
 
+def test_buffers_are_given_beside_parameters(tmp_path):
+    """A run would otherwise warn that it keeps those of the model."""
+    pretrained = load_pretrained(save(make_torch("glm4-moe"), tmp_path))
+    found = []
+    for path, value in leaves(nnx.eval_shape(pretrained.model)):
+        assert at(pretrained.params, path).shape == value.shape
+        found.append(path[-1])
+    assert "e_score_correction_bias" in found
+
+
 def test_what_no_layer_reads_is_written_as_it_was_read(tmp_path):
     source = save(make_torch("gemma4-shared"), tmp_path / "m", torch.bfloat16)
     # The fourth layer attends to keys and values of another; files may have its own, too.

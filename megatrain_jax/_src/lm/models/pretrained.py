@@ -141,8 +141,9 @@ class Pretrained(ExplainedAttributes):
 
     Attributes:
         model: Function that builds the decoder, with fresh parameters and the checkpoint's buffers.
-        params: The checkpoint's parameters as nested dicts that follow the decoder's paths. Each
-            leaf has a shape and a dtype, and reads its numbers when it is converted to an array.
+        params: The checkpoint's parameters and buffers as nested dicts that follow the decoder's
+            paths. Each leaf has a shape and a dtype, and reads its numbers when it is converted to
+            an array.
         config: The decoder's sizes and options.
         folder: Path of the checkpoint's folder.
     """
@@ -201,7 +202,6 @@ def load_pretrained(
         array = lazy_array(parts, stacked=parameter.stacked)
         if not parameter.trained:
             buffers[parameter.path] = array
-            continue
         at = params
         for key in parameter.path[:-1]:
             at = at.setdefault(key, {})
