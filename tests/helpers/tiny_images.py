@@ -10,12 +10,13 @@ import transformers
 from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
 from families import save
-from family_options import LINEAR, MOE, SHARED, SWA
+from family_options import GEMMA4, LINEAR, MOE, SHARED, SWA
 
 torch: Any = pytest.importorskip(
     "torch", reason='makes a checkpoint with PyTorch: pip install -e ".[torch]"'
@@ -63,6 +64,22 @@ _TOKENS = {
     "vision_end_token_id": END,
     "video_token_id": END + 1,
 }
+_GEMMA4 = _TOWER | {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-3,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 80,
+}
+_TOKENS_GEMMA4 = {
+    "image_token_id": IMAGE,
+    "boi_token_id": BEGIN,
+    "eoi_token_id": END,
+    "video_token_id": END + 1,
+    "audio_token_id": END + 2,
+}
 # Name: class of Transformers, and options of its text, its tower and itself.
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
@@ -88,6 +105,26 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "eoi_token_index": END,
         },
     ),
+    "gemma4": (
+        "Gemma4",
+        GEMMA4
+        | {
+            "attention_k_eq_v": False,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 99,
+            "use_bidirectional_attention": "vision",
+            "initializer_range": 0.05,
+        },
+        _GEMMA4
+        | {
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "axial", "rope_theta": 30.0},
+            "use_clipped_linears": True,
+            "standardize": True,
+        },
+        _TOKENS_GEMMA4,
+    ),
+    "gemma4-plain": ("Gemma4", GEMMA4 | {"initializer_range": 0.05}, _GEMMA4, _TOKENS_GEMMA4),
     "internvl": (
         "InternVL",
         {"model_type": "qwen3"},
@@ -158,6 +195,13 @@ def make_torch(kind: str = "gemma3", **changes: Any) -> Any:
                 parameter.mul_(8)
             elif name.startswith("model.vision_tower.embeddings."):
                 parameter.normal_()
+            elif "gemma4" in kind and "vision" in name:
+                parameter.normal_(0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("_min", "_max")):  # so that a few numbers are beyond
+                buffer.fill_(1.5 if name.endswith("_max") else -1.5)
+            elif "std_" in name:
+                buffer.add_(0.2 * torch.randn_like(buffer))
         if kind == "gemma3":
             model.model.multi_modal_projector.mm_input_projection_weight.normal_(0, 0.3)
     return model.eval()
@@ -175,6 +219,10 @@ _OF_IMAGE = {
     "gemma3": (
         ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
         ("image_token", "boi_token", "eoi_token"),
+    ),
+    "gemma4": (
+        ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
+        ("image_token", "boi_token", "eoi_token", "", "audio_token", "boa_token", "eoa_token"),
     ),
     "internvl": (
         ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
@@ -203,15 +251,18 @@ def make_processor(kind: str = "gemma3") -> Any:
         eos_token="<end_of_turn>",
         pad_token="<pad>",
         unk_token="<unk>",
-        extra_special_tokens=dict(zip(named, special, strict=True)),
+        extra_special_tokens={n: x for n, x in zip(named, special, strict=True) if n},
     )
     if kind == "gemma3":
         images = Gemma3ImageProcessorPil(size={"height": SIZE, "width": SIZE})
         processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=VECTORS)
         processor.chat_template = tokenizer.chat_template = TEMPLATE
         return processor
-    written, options = special[0], {}
-    if kind == "internvl":
+    written, options, more = special[0], {}, ()
+    if kind == "gemma4":
+        family, more = "Gemma4", (None,)
+        images = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
+    elif kind == "internvl":
         family, options["image_seq_length"] = "InternVL", VECTORS
         images = GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, max_patches=4)
     else:
@@ -220,10 +271,10 @@ def make_processor(kind: str = "gemma3") -> Any:
         family = "Qwen2_5_VL" if kind == "qwen2.5-vl" else "Qwen3VL"
         written = f"{special[1]}{special[0]}{special[2]}"
     with pytest.MonkeyPatch.context() as patch:
-        # The processor of videos needs Torchvision, and nothing here calls it.
+        # The processors of videos and sound need further packages, and nothing here calls them.
         patch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *_: type(None))
         make = getattr(transformers, f"{family}Processor")
-        processor = make(images, tokenizer, None, **options)
+        processor = make(*more, images, tokenizer, None, **options)
     processor.chat_template = tokenizer.chat_template = TEMPLATE.replace(
         "<start_of_image>", written
     )
@@ -236,8 +287,11 @@ def save_processor(processor: Any, folder: Path) -> None:
         processor.save_pretrained(folder)
         return
     processor.tokenizer.save_pretrained(folder)
-    processor.image_processor.save_pretrained(folder)
-    values = {"processor_class": type(processor).__name__}
+    values: dict[str, Any] = {"processor_class": type(processor).__name__}
+    if isinstance(processor, transformers.Gemma4Processor):
+        values["image_processor"] = processor.image_processor.to_dict()
+    else:
+        processor.image_processor.save_pretrained(folder)
     if (length := getattr(processor, "image_seq_length", None)) is not None:
         values["image_seq_length"] = length
     (folder / "processor_config.json").write_text(json.dumps(values))
@@ -249,6 +303,11 @@ def picture(seed: int, height: int = 20, width: int = 30) -> Image.Image:
     return Image.fromarray(pixels)
 
 
+def is_sized(kind: str) -> bool:
+    """Whether the number of an image's vectors depends on its size, by patches and not by tiles."""
+    return "qwen" in kind or "gemma4" in kind
+
+
 # Rows and columns of patches of the images in each row, where sizes vary.
 GRIDS = ([(6, 10), (8, 4), (4, 4)], [], [(4, 10)])
 
@@ -256,7 +315,7 @@ GRIDS = ([(6, 10), (8, 4), (4, 4)], [], [(4, 10)])
 def batch(seed: int = 0, kind: str = "gemma3") -> dict[str, np.ndarray]:
     """Returns rows with three images, none, and one; the images' tokens are no labels."""
     rng = np.random.default_rng(seed)
-    sized, side = "qwen" in kind, SIZE if kind == "gemma3" else TILE
+    sized, side = is_sized(kind), SIZE if kind == "gemma3" else TILE
     length = 42 if sized else 25
     sizes = [rng.permutation(row).reshape(-1, 2) for row in GRIDS]
     rows = []
@@ -269,6 +328,7 @@ def batch(seed: int = 0, kind: str = "gemma3") -> dict[str, np.ndarray]:
         rows.append((row + text(rng, length))[:length])
     tokens = np.array(rows, np.int32)
     shape = (112, 2 * CHANNELS * 4 * 4) if sized else (MOST, CHANNELS, side, side)
+    shape = (MOST, 64, CHANNELS * 4 * 4) if "gemma4" in kind else shape
     found = {
         "tokens": tokens[:, :-1],
         "labels": tokens[:, 1:],
@@ -276,7 +336,12 @@ def batch(seed: int = 0, kind: str = "gemma3") -> dict[str, np.ndarray]:
         # Also where there is no image.
         "pixel_values": rng.normal(size=(len(rows), *shape)).astype(np.float32),
     }
-    if sized:
+    if "gemma4" in kind:
+        places = found["image_position_ids"] = np.full((len(rows), MOST, 64, 2), -1, np.int32)
+        for row, grids in zip(places, sizes, strict=True):
+            for image, (height, width) in zip(row, grids, strict=False):
+                image[: height * width] = np.indices((height, width))[::-1].reshape(2, -1).T
+    elif sized:
         found["image_grid_thw"] = np.zeros((len(rows), MOST, 3), np.int32)
         for row, grids in zip(found["image_grid_thw"], sizes, strict=True):
             row[: len(grids)] = np.insert(grids, 0, 1, axis=1)
@@ -292,7 +357,14 @@ def inputs(given: dict[str, np.ndarray]) -> dict[str, Any]:
     tokens = torch.tensor(given["tokens"]).long()
     kinds, pixels = (tokens == IMAGE).long(), given["pixel_values"]
     found = {"input_ids": tokens}
-    if (grids := given.get("image_grid_thw")) is None:
+    if (places := given.get("image_position_ids")) is not None:
+        found["mm_token_type_ids"] = kinds
+        counts = (places >= 0).any(axis=(2, 3)).sum(axis=1)
+        of_rows = zip(places, counts, strict=True)
+        found["image_position_ids"] = torch.tensor(
+            np.concatenate([p[:n] for p, n in of_rows])
+        ).long()
+    elif (grids := given.get("image_grid_thw")) is None:
         found |= {"token_type_ids": kinds} if pixels.shape[-1] == SIZE else {}
         counts = (given["tokens"] == IMAGE).sum(1) // VECTORS
     else:
@@ -300,7 +372,10 @@ def inputs(given: dict[str, np.ndarray]) -> dict[str, Any]:
         found["mm_token_type_ids"] = kinds
         found["image_grid_thw"] = torch.tensor(grids[grids.any(axis=-1)]).long()
     images = np.concatenate([row[:n] for row, n in zip(pixels, counts, strict=True)])
-    return found | {"pixel_values": torch.tensor(images)} if len(images) else found
+    if not len(images):
+        found.pop("image_position_ids", None)
+        return found
+    return found | {"pixel_values": torch.tensor(images)}
 
 
 def loss_of(model: Any, given: dict[str, np.ndarray]) -> Any:

@@ -50,16 +50,26 @@ def make_given(folder: Any, kind: str = "gemma3") -> Any:
     return folder
 
 
+def length_of(given: Any) -> int:
+    """A length of rows that have room for a question."""
+    config = json.loads((given / "tiny" / "config.json").read_text())
+    return 256 if config["model_type"] == "gemma4" else 64
+
+
 def tune(given: Any, out: str, *options: str) -> int:
     paths = ["--model", given / "tiny", "--data", given / "rows.jsonl", "--out", given / out]
-    sizes = ["--length", "64", "--batch", "2", "--steps", str(STEPS)]
+    sizes = ["--length", str(length_of(given)), "--batch", "2", "--steps", str(STEPS)]
     return main(["finetune", *map(str, paths), *sizes, *options])
 
 
 @pytest.mark.exhaustive
-def test_questions_about_images_are_answered_as_by_transformers(given, capsys, monkeypatch):
-    model: Any = transformers.Gemma3ForConditionalGeneration.from_pretrained(given / "tiny")
-    processor, folder = make_processor(), str(given / "tiny")
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_questions_about_images_are_answered_as_by_transformers(
+    kind, tmp_path, capsys, monkeypatch
+):
+    given = make_given(tmp_path, kind)
+    model: Any = transformers.AutoModelForImageTextToText.from_pretrained(given / "tiny")
+    processor, folder = make_processor(kind), str(given / "tiny")
 
     def answer(*messages: Any) -> str:
         inputs = processor.apply_chat_template(
@@ -99,7 +109,8 @@ def test_a_run_is_that_of_transformers(given, capsys):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "kind", ["internvl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe"]
+    "kind",
+    ["gemma4", "internvl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe"],
 )
 def test_a_run_on_images_of_any_size_is_that_of_transformers(kind, tmp_path, capsys):
     check_run(make_given(tmp_path, kind), make_processor(kind), capsys)
@@ -116,10 +127,10 @@ def check_run(given: Any, processor: Any, capsys: Any) -> None:
     model = transformers.AutoModelForImageTextToText.from_pretrained(
         given / "tiny", attn_implementation="eager"
     )
-    towers = ("visual", "vision_tower", "projector")
+    towers = ("vision", "visual", "projector")
     trained = [p for n, p in model.named_parameters() if not any(part in n for part in towers)]
     optimizer = torch.optim.SGD(trained, lr=0.1)
-    options = {"length": 64, "batch_size": 2, "epochs": None, "progress": False}
+    options = {"length": length_of(given), "batch_size": 2, "epochs": None, "progress": False}
     batches = islice(data.image_chat(given / "rows.jsonl", given / "tiny", **options), STEPS)
     expected = []
     for batch in batches:
@@ -135,7 +146,7 @@ def check_run(given: Any, processor: Any, capsys: Any) -> None:
 def documents_loss(model: Any, batch: dict[str, np.ndarray]) -> Any:
     """Transformers' loss of a packed batch, each document by itself."""
     token, total = model.config.image_token_id, 0
-    grids = batch.get("image_grid_thw")
+    grids, places = batch.get("image_grid_thw"), batch.get("image_position_ids")
     for row, pixels in enumerate(batch["pixel_values"]):
         at = first = 0
         for number in range(1, batch["segments"][row].max() + 1):
@@ -143,7 +154,12 @@ def documents_loss(model: Any, batch: dict[str, np.ndarray]) -> Any:
             tokens = torch.tensor(batch["tokens"][row][here]).long()[None]
             count, kinds = int((tokens == token).sum()), (tokens == token).long()
             images: dict[str, Any] = {}
-            if grids is None:
+            if places is not None:
+                count = int((tokens == model.config.boi_token_id).sum())
+                images["mm_token_type_ids"] = kinds
+                if count:
+                    images["image_position_ids"] = torch.tensor(places[row, at : at + count]).long()
+            elif grids is None:
                 count //= VECTORS
                 if hasattr(model.config, "mm_tokens_per_image"):
                     images["token_type_ids"] = kinds

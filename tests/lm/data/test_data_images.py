@@ -10,6 +10,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from megatrain_jax import data
+from megatrain_jax._src.lm.models.decoder import IMAGE_ARRAYS
 from messages import refuses, tells
 
 pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
@@ -51,11 +52,11 @@ def made(rows: Any, processor: Any, **options: Any) -> data.Dataset:
     return data.image_chat(rows, processor, **{**given, **options})
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "internvl", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "internvl", "qwen2.5-vl", "qwen3-vl"])
 @pytest.mark.parametrize("row", ROWS, ids=["one", "two", "none", "three"])
 def test_tokens_and_pixels_are_those_of_transformers(row, kind):
     processor = make_processor(kind)
-    (batch,) = made([row], processor, length=96)
+    (batch,) = made([row], processor, length=256 if kind == "gemma4" else 96)
     expected = processor.apply_chat_template(
         row["messages"], tokenize=True, return_dict=True, return_tensors="np"
     )
@@ -70,9 +71,11 @@ def test_tokens_and_pixels_are_those_of_transformers(row, kind):
     assert batch["pixel_values"].shape[1] == max(least, count)
     grids = expected.get("image_grid_thw", [[0, 0, 0]])
     assert "qwen" not in kind or (batch["image_grid_thw"] == grids).all()
+    places = expected.get("image_position_ids", -1)
+    assert kind != "gemma4" or (batch["image_position_ids"][0] == places).all()
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3-vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "qwen3-vl"])
 def test_prompts_are_those_of_transformers(kind, tmp_path):
     processor = make_processor(kind)
     picture(1, 50, 9).save(tmp_path / "one.png")
@@ -83,7 +86,7 @@ def test_prompts_are_those_of_transformers(kind, tmp_path):
     for prompt, messages in zip(found, [*asked, same["messages"][:1]], strict=True):
         options = {"tokenize": True, "return_dict": True, "return_tensors": "np"}
         wanted = processor.apply_chat_template(messages, add_generation_prompt=True, **options)
-        assert prompt.keys() == (wanted.keys() & {"pixel_values", "image_grid_thw"}) | {"tokens"}
+        assert prompt.keys() == (wanted.keys() & {*IMAGE_ARRAYS}) | {"tokens"}
         assert prompt["tokens"].tolist() == wanted["input_ids"][0].tolist()
         for name in prompt.keys() - {"tokens"}:
             np.testing.assert_array_equal(prompt[name], wanted[name])
@@ -275,7 +278,7 @@ def test_images_follow_their_documents(processor):
     assert len(counts) == 1
 
 
-@pytest.mark.parametrize("kind", ["internvl", "qwen3-vl"])
+@pytest.mark.parametrize("kind", ["gemma4", "internvl", "qwen3-vl"])
 def test_images_of_any_size_follow_their_documents(kind, tmp_path):
     processor = make_processor(kind)
     options = {"crop_to_patches": True} if kind == "internvl" else {}
@@ -287,10 +290,11 @@ def test_images_of_any_size_follow_their_documents(kind, tmp_path):
         files = [str(tmp_path / f"{n}-{k}.png") for k in range(n % 4)]
         rows.append(conversation([*own(*files), "which digit"], str(n)))
     save_processor(processor, tmp_path)
-    dataset = made(rows, tmp_path, length=96, shuffle=True, epochs=3, batch_size=2)
+    length = 256 if kind == "gemma4" else 96
+    dataset = made(rows, tmp_path, length=length, shuffle=True, epochs=3, batch_size=2)
     shapes, packed = set(), 0
     for batch in dataset:
-        grids = batch.get("image_grid_thw", batch["segments"])
+        grids = batch.get("image_grid_thw", batch.get("image_position_ids", batch["segments"]))
         shapes.add((batch["pixel_values"].shape[1:], grids.shape[1:]))
         arrays = (batch[name] for name in ("segments", "pixel_values", "labels", "mask"))
         for segments, pixels, labels, mask, grid in zip(*arrays, grids, strict=True):
@@ -303,11 +307,13 @@ def test_images_of_any_size_follow_their_documents(kind, tmp_path):
             expected: Any = {}
             if given:
                 expected = processor.image_processor(given, return_tensors="np", **options)
-            kept = [("pixel_values", pixels), ("image_grid_thw", grid)]
-            for name, array in kept[: 1 + ("qwen" in kind)]:
+            kept = [("pixel_values", pixels, 0)]
+            kept += [("image_grid_thw", grid, 0)] if "qwen" in kind else []
+            kept += [("image_position_ids", grid, -1)] if kind == "gemma4" else []
+            for name, array, unused in kept:
                 count = len(expected.get(name, ()))
-                assert (array[:count] == expected.get(name, 0)).all()
-                assert not array[count:].any()
+                assert (array[:count] == expected.get(name, unused)).all()
+                assert (array[count:] == unused).all()
     assert len(shapes) == 1 and packed
 
 

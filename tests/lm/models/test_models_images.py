@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import megatrain_jax as mt
 from megatrain_jax import callbacks, models
 from megatrain_jax._src.lm.models.causal_attention import ImageRows, full_attention
+from megatrain_jax._src.lm.models.decoder import IMAGE_ARRAYS
 from megatrain_jax._src.lm.models.families.gemma import read_siglip
 from megatrain_jax._src.lm.models.families.qwen_vision import QwenVisionConfig
 from megatrain_jax._src.lm.models.generation.generation_memory import GenerationMemory
@@ -39,6 +40,7 @@ from tiny_images import (  # noqa: E402
     batch,
     checkpoint,
     inputs,
+    is_sized,
     loss_of,
     make_config,
     make_processor,
@@ -80,7 +82,8 @@ def by_name(model: Any, gradients: bool = False) -> dict[str, np.ndarray]:
     return {n.removeprefix(start): array for n, array in named(found, model).items()}
 
 
-@pytest.mark.parametrize("kind", ["internvl", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.by_default("gemma4", "internvl", "qwen2.5-vl", "qwen3-vl")
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4-plain", "internvl", "qwen2.5-vl", "qwen3-vl"])
 def test_logits_and_gradients_are_those_of_transformers(kind, tmp_path):
     theirs, folder = checkpoint(tmp_path, kind)
     model, arrays = filled(models.load_pretrained(folder, images=True)), batch(kind=kind)
@@ -97,6 +100,8 @@ def test_logits_and_gradients_are_those_of_transformers(kind, tmp_path):
     ours = dict(leaves(grads))
     theirs_by_name = by_name(theirs, gradients=True)
     for entry in parameter_tensors(model.config):
+        if not entry.trained:
+            continue
         (name,) = entry.names
         want, got = theirs_by_name[name], np.asarray(ours[entry.path])
         assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want), name
@@ -128,6 +133,8 @@ def test_five_steps_are_those_of_transformers(kind, trainable, tmp_path):
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     found, parameters = dict(leaves(trainer.model)), by_name(model)
     for entry in parameter_tensors(pretrained.config):
+        if not entry.trained:
+            continue
         wanted = [parameters[name] for name in entry.names]
         want, got = np.stack(wanted) if entry.stacked else wanted[0], np.asarray(found[entry.path])
         assert np.linalg.norm(got - want) <= 2e-6 * np.linalg.norm(want), entry.names[0]
@@ -141,7 +148,7 @@ def check_export(trainer: mt.Trainer, source: Any, folder: Any, kind: str) -> No
     read, saved = (load_file(at / "model.safetensors") for at in (source, folder / "saved"))
     assert read.keys() == saved.keys()
     for name, array in saved.items():
-        if any(part in name for part in ("visual.", "vision_tower.", "projector.")):
+        if any(part in name for part in ("vision_", "visual.", "_vision.", "projector.")):
             assert array.tobytes() == read[name].tobytes()
     from transformers import AutoModelForImageTextToText
 
@@ -161,8 +168,7 @@ def logits_of(model: models.Decoder, arrays: dict[str, np.ndarray], segments: An
 
 
 def images_of(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    names = ("pixel_values", "image_grid_thw")
-    return {name: jnp.asarray(arrays[name]) for name in names if name in arrays}
+    return {name: jnp.asarray(arrays[name]) for name in IMAGE_ARRAYS if name in arrays}
 
 
 @pytest.mark.by_default("gemma3", "qwen2.5-vl")
@@ -172,8 +178,8 @@ def test_packed_documents_are_as_each_alone(kind, tmp_path):
     model, arrays = filled(models.load_pretrained(folder, images=True)), batch(kind=kind)
     alone = logits_of(model, arrays)
     # The last row's document, with one image, follows the first row's, with three.
-    names = ("tokens", "pixel_values", "image_grid_thw")
-    first, last = ([arrays[name][at] for name in names if name in arrays] for at in (0, 2))
+    names = ("tokens", *(name for name in IMAGE_ARRAYS if name in arrays))
+    first, last = ([arrays[name][at] for name in names] for at in (0, 2))
     counts = [len(first[0]), 108 if "qwen" in kind else MOST, MOST]
     both = [np.concatenate(pair)[None] for pair in zip(first, last, strict=True)]
     for array, other, count in zip(both[1:], last[1:], counts[1:], strict=False):
@@ -196,6 +202,19 @@ def test_padding_of_patches_has_no_effect(kind, tmp_path):
         padded[row, :used] = pixels[:used]
     wider["pixel_values"] = padded.astype(np.float32)
     wider["image_grid_thw"] = np.pad(arrays["image_grid_thw"], ((0, 0), (0, 2), (0, 0)))
+    found, expected = (logits_of(model, given) for given in (wider, arrays))
+    np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
+
+
+def test_padding_of_an_image_and_unused_images_have_no_effect(tmp_path):
+    _, folder = checkpoint(tmp_path, "gemma4")
+    model, arrays = filled(models.load_pretrained(folder, images=True)), batch(kind="gemma4")
+    wider = dict(arrays)
+    for name, unused in (("pixel_values", 1e3), ("image_position_ids", -1)):
+        beside = ((0, 0), (0, 0), (0, 16), (0, 0))
+        wider[name] = np.pad(arrays[name], beside, constant_values=unused)
+        # Generation has zeros behind a row's images: their patches are all in one place.
+        wider[name] = np.pad(wider[name], ((0, 0), (0, 2), (0, 0), (0, 0)))
     found, expected = (logits_of(model, given) for given in (wider, arrays))
     np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
 
@@ -300,11 +319,11 @@ def test_older_names_of_tensors_are_read_and_kept(given, tmp_path):
 
 
 ADAPTED = r"layers/.*/[qv]_proj"
-IN_TOWERS = r"|vision/tower/.*/(qkv|q_proj|fc1|gate_proj)|vision/projector/.*fc"
+IN_TOWERS = r"|vision/tower/.*/(qkv|q_proj|fc1|gate_proj)(/linear)?|vision/projector/.*(fc|embed)"
 
 
 @pytest.mark.by_default("decoder-gemma3")
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "qwen2.5-vl", "qwen3-vl"])
 @pytest.mark.parametrize("more", ["", IN_TOWERS], ids=["decoder", "all"])
 def test_adapters_of_a_decoder_with_images(kind, more, tmp_path):
     _, folder = checkpoint(tmp_path / "m", kind)
@@ -380,6 +399,42 @@ def test_batches_of_images_of_any_size_that_do_not_fit_are_refused(tmp_path):
         models.next_token_loss(model, {name: arrays[name] for name in names})
 
 
+def test_batches_of_patches_with_places_that_do_not_fit_are_refused(tmp_path):
+    _, folder = checkpoint(tmp_path, "gemma4")
+    model, arrays = models.load_pretrained(folder, images=True).model(), batch(kind="gemma4")
+    model.check_batch(arrays)
+    model.check_batch({"tokens": arrays["tokens"][1:2]})
+    for token, media in ((IMAGE + 3, "video"), (IMAGE + 4, "sound")):
+        tokens = arrays["tokens"].copy()
+        tokens[1, 4] = token
+        with refuses(ValueError, "row 1", token, media):
+            model.check_batch(arrays | {"tokens": tokens})
+        with refuses(ValueError, "`prompts`", token, media):
+            models.generate(model, [tokens[1]])
+    tokens[1, 4] = IMAGE
+    with refuses(ValueError, "row 1", 1, 0):
+        model.check_batch(arrays | {"tokens": tokens})
+    with refuses(ValueError, "row 0", 27, 0):
+        model.check_batch({"tokens": arrays["tokens"]})
+    places = arrays["image_position_ids"].copy()
+    places[0, 0, 0, 1] = 80
+    with refuses(ValueError, "image_position_ids", 80, "position_embedding_size"):
+        model.check_batch(arrays | {"image_position_ids": places})
+    for name, array in (("pixel_values", places), ("image_position_ids", places[:, :, :4])):
+        with refuses(ValueError, name, "(rows,"):
+            model.check_batch(arrays | {name: array})
+    with refuses(TypeError, "image_position_ids"):
+        names = ("tokens", "labels", "pixel_values")
+        models.next_token_loss(model, {name: arrays[name] for name in names})
+
+
+def test_a_fresh_decoder_beside_a_part_for_sound_is_not_saved(tmp_path):
+    values = make_config("gemma4").to_dict() | {"audio_config": {"model_type": "gemma4_audio"}}
+    config = models.DecoderConfig.from_hf(values, images=True)
+    with refuses(ValueError, "gemma4", "checkpoint"):
+        models.save_pretrained(models.Decoder(config, rngs=nnx.Rngs(0)), tmp_path / "saved")
+
+
 def test_texts_are_continued_as_without_a_vision_part(given):
     _, pretrained = given
     both = filled(pretrained), filled(models.load_pretrained(pretrained.folder))
@@ -424,7 +479,7 @@ def test_samples_answer_questions_with_images(given):
         callbacks.Samples([prompt], tokenizer, logits=lambda _, batch: batch["tokens"])
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3-vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "qwen3-vl"])
 def test_memory_counts_the_images_of_the_largest_prompt(kind, tmp_path):
     """A single prompt's patches take more than its tokens, wherever it stands."""
     model = filled(models.load_pretrained(checkpoint(tmp_path, kind)[1], images=True))
@@ -433,11 +488,13 @@ def test_memory_counts_the_images_of_the_largest_prompt(kind, tmp_path):
     images = {name: array[0] for name, array in images_of(arrays).items()}
     prompt = {"tokens": many[: np.flatnonzero(many < IMAGE)[-1] + 1], **images}
     memory = GenerationMemory(open_source(model), None)
-    entries = 1 << (len(images["pixel_values"]) - 1).bit_length()
+    entries, *patch = images["pixel_values"].shape
+    vision: Any = model.config.vision
+    patches = vision.num_patches((1 << (entries - 1).bit_length(), *patch))
     size = 32 if len(prompt["tokens"]) + 2 <= 32 else 48
-    budget = memory.with_images(entries).needs(size, 1, resident=False)
+    budget = memory.with_images(patches).needs(size, 1, resident=False)
     assert budget > memory.needs(size, 1, resident=False)
-    just = GenerationMemory(open_source(model), budget).with_images(entries)
+    just = GenerationMemory(open_source(model), budget).with_images(patches)
     assert just.choose(size, 1).num_rows == 1
     with refuses(MemoryError, "device_budget", "images"):
         models.generate(model, [none, prompt, none], max_tokens=2, device_budget=budget - 1)
@@ -473,7 +530,7 @@ def test_prompts_with_images_are_continued_as_by_transformers(
     for row, tokens in enumerate(arrays["tokens"]):
         ids = tokens[: np.flatnonzero(tokens < IMAGE)[-1] + 1]
         images = {name: array[row] for name, array in images_of(arrays).items()}
-        if "qwen" not in kind:
+        if not is_sized(kind):
             images = {name: x[: (ids == IMAGE).sum() // VECTORS] for name, x in images.items()}
         prompts.append({"tokens": ids, **images} if (ids == IMAGE).any() else ids)
     options: Any = {"stop": [], "temperature": 4.0, "num_samples": 2, "max_batch": 3}
@@ -510,6 +567,11 @@ def test_configurations_that_are_not_supported_are_named(given, change, message,
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
+        ("gemma4", {"model_type": "siglip_vision_model"}, "siglip.*gemma4_vision"),
+        ("gemma4", {"head_dim": 6}, "`head_dim`"),
+        ("gemma4", {"num_key_value_heads": 3}, "`num_key_value_heads`"),
+        ("gemma4", {"rope_parameters": {"rope_type": "yarn"}}, "`rope_type` = 'yarn'"),
+        ("gemma4", {"window_size": 16}, "fields.*window_size"),
         ("qwen3-vl", {"model_type": "clip"}, "clip.*qwen3_vl_vision"),
         ("qwen3-vl", {"num_heads": 5}, "`num_heads` = 5"),
         ("qwen3-vl", {"num_position_embeddings": 24}, "`num_position_embeddings` = 24"),
@@ -595,6 +657,12 @@ def test_a_published_checkpoint_has_as_many_parameters(family, count):
     config = models.DecoderConfig.from_hf(released.config, images=True)
     sizes = [math.prod(entry.shape) for entry in parameter_tensors(config)]
     assert sum(sizes) == count
+
+
+def test_checkpoints_without_a_vision_part_are_refused():
+    with refuses(ValueError, "gemma4", "`vision_config`"):
+        values = make_config("gemma4").to_dict() | {"vision_config": None}
+        models.DecoderConfig.from_hf(values, images=True)
 
 
 def test_families_without_images_are_refused(given, tmp_path):

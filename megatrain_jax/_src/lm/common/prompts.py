@@ -12,7 +12,11 @@ from megatrain_jax._src.common.outside import check_text, naming
 _PROMPTS = "a sequence of prompts: texts, messages or token ids"
 # The arrays of a prompt that hold its images: their dtypes, and the kinds of dtypes that users may
 # give; bfloat16 is of the kind "V". Others, such as uint8, are pixels that aren't normalised.
-_IMAGES = {"pixel_values": (np.float32, "fV"), "image_grid_thw": (np.int32, "iu")}
+_IMAGES = {
+    "pixel_values": (np.float32, "fV"),
+    "image_grid_thw": (np.int32, "iu"),
+    "image_position_ids": (np.int32, "iu"),
+}
 _TOKENIZER = "anything with `encode` and `decode`, such as a tokenizer of Transformers"
 
 

@@ -51,8 +51,8 @@ class Dataset:
     label, and `desirable_per_row` the batch's number of desirable answers divided by its rows, in
     place of the counts of chosen conversations.
 
-    For `image_chat`, `pixel_values` has the images of each row, and `image_grid_thw` their sizes if
-    these vary.
+    For `image_chat`, `pixel_values` has the images of each row, and, if sizes vary,
+    `image_grid_thw` their sizes or `image_position_ids` the places of their patches.
 
     A batch takes rows in order, even the last of one epoch and the first of the next. If the very
     last batch has too few rows, their documents are spread over the full number of rows.

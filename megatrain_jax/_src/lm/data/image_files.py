@@ -381,6 +381,43 @@ class _AnySize(ImageProcessor):
         return {"pixel_values": patches, "image_grid_thw": grids}
 
 
+class _Gemma4(ImageProcessor):
+    """Images of any size, each as patches with their places, and places for as many in all."""
+
+    def __init__(self, processor: Any):
+        """Takes the processor, or its parts."""
+        tokenizer = processor.tokenizer
+        self.begin, self._around = tokenizer.image_token, (tokenizer.boi_token, tokenizer.eoi_token)
+        super().__init__(processor, [self.begin, *self._around])
+        self._shape = self._processed([Image.new("RGB", (32, 32))])["pixel_values"][0].shape
+        module = importlib.import_module(type(self._images).__module__)
+        self._resized = module.get_aspect_ratio_preserving_size
+
+    def vectors(self, height: int, width: int) -> int:
+        """Returns the number of vectors of an image; it is the same for a turned image."""
+        patch, merge = self._images.patch_size, self._images.pooling_kernel_size
+        rows, columns = self._resized(height, width, patch, self._shape[0], merge)
+        return rows * columns // (patch * merge) ** 2
+
+    def expanded(self, vectors: int) -> str:
+        """Returns the tokens of an image as text."""
+        return (self.begin * vectors).join(self._around)
+
+    def arrays(
+        self, rows: Sequence[Sequence[ImageReference]], room: ImageRoom
+    ) -> dict[str, np.ndarray]:
+        """Opens images: `pixel_values`, (rows, images, patches, numbers), and their places."""
+        shape = len(rows), max(1, room.images), *self._shape
+        patches, places = np.zeros(shape, np.float32), np.full((*shape[:3], 2), -1, np.int32)
+        for row, images in enumerate(rows):
+            if images:
+                found = self._processed([image.open() for image in images])
+                _check_vectors(images, np.asarray(found["num_soft_tokens_per_image"]))
+                patches[row, : len(images)] = found["pixel_values"]
+                places[row, : len(images)] = found["image_position_ids"]
+        return {"pixel_values": patches, "image_position_ids": places}
+
+
 def _check_vectors(images: Sequence[ImageReference], counts: Int[np.ndarray, " images"]) -> None:
     for image, count in zip(images, counts, strict=True):
         if count != image.vectors:
@@ -390,8 +427,9 @@ def _check_vectors(images: Sequence[ImageReference], counts: Int[np.ndarray, " i
             )
 
 
-_KINDS: dict[str, type[_Gemma | _InternVL | _AnySize]] = {
+_KINDS: dict[str, type[_Gemma | _Gemma4 | _InternVL | _AnySize]] = {
     "Gemma3Processor": _Gemma,
+    "Gemma4Processor": _Gemma4,
     "InternVLProcessor": _InternVL,
     "Qwen2_5_VLProcessor": _AnySize,
     "Qwen3VLProcessor": _AnySize,

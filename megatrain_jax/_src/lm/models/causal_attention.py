@@ -383,22 +383,28 @@ Heads = Float[Array, "rows length heads head_dim"]
 
 
 def full_attention(
-    q: Heads, k: Heads, v: Heads, segments: Segments | None = None, most: int | None = None
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    segments: Segments | None = None,
+    most: int | None = None,
+    scale: float | None = None,
 ) -> Heads:
     """Lets each token attend to all tokens of its row, or of its segment.
 
     Args:
         q: Queries.
-        k: Keys, with as many heads.
+        k: Keys; see `attention`.
         v: Values, as `k`.
         segments: Number of each token's segment; the tokens of a segment follow each other. None
             if each row is one.
         most: The maximum number of tokens of a segment; None if it isn't known.
+        scale: See `attention`.
 
     Returns:
         An array with the shape and dtype of `q`; softmax is computed in fp32.
     """
-    scale, length = 1 / math.sqrt(q.shape[-1]), q.shape[1]
+    scale, length = 1 / math.sqrt(q.shape[-1]) if scale is None else scale, q.shape[1]
     # Far fewer scores without cuDNN, which has windows only for causal attention.
     near = most if most is not None and _MAX_SPANS * most <= length else None
     if near is None and fits_cudnn(q, packed=segments is not None):
@@ -417,7 +423,8 @@ class ImageRows(Past):
     """Rows of text and images: layers get it in place of `segments` in training.
 
     Tokens attend to earlier tokens, and the tokens of an image also to the later ones of the
-    same image. In layers with a window, no token attends further back than the window.
+    same image, in all layers or in those with a window. There, no token attends further back than
+    the window.
     """
 
     def __init__(
@@ -425,6 +432,8 @@ class ImageRows(Past):
         segments: Integer[Array, "rows length"] | None,
         images: Integer[Array, "rows length"],
         most: int,
+        *,
+        local: bool = False,
     ):
         """Keeps the numbers of tokens.
 
@@ -432,18 +441,19 @@ class ImageRows(Past):
             segments: The document of each token, 0 for padding; None for one per row.
             images: The image of each token, counted from 1 in each row; 0 for text.
             most: The maximum number of tokens of an image.
+            local: Whether only layers with a window let them attend to later ones.
         """
-        self.segments, self.images, self.most = segments, images, most
+        self.segments, self.images, self.most, self.local = segments, images, most, local
         self.kind = "ImageRows"
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], int]:
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, bool]]:
         """Returns its arrays and the rest, for JAX."""
-        return (self.segments, self.images), self.most
+        return (self.segments, self.images), (self.most, self.local)
 
     @classmethod
-    def tree_unflatten(cls, most: int, arrays: tuple[Any, Any]) -> "ImageRows":
+    def tree_unflatten(cls, rest: tuple[int, bool], arrays: tuple[Any, Any]) -> "ImageRows":
         """Makes it anew, for JAX."""
-        return cls(*arrays, most)
+        return cls(*arrays, rest[0], local=rest[1])
 
     def positions(self, length: int) -> Integer[Array, "rows length"]:
         """Returns positions that count from 0 in every document."""
@@ -454,5 +464,7 @@ class ImageRows(Past):
         if options["chunk"] is not None or options["sinks"] is not None:
             self.refuse()
         numbers = (options[name] for name in ("window", "softcap", "scale"))
-        images = {"images": self.images, "ahead": self.most}
+        images: dict[str, Any] = {"images": self.images, "ahead": self.most}
+        if self.local and options["window"] is None:
+            images = {}
         return _in_rows(q, k, v, self.segments, *numbers, **images)

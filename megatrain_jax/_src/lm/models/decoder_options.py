@@ -83,8 +83,12 @@ class VisionConfig(ABC):
 
     @property
     @abstractmethod
-    def tower_sizes(self) -> tuple[int, int, int]:
-        """Patches of an entry of a row's `pixel_values`, and the widths of blocks and MLPs."""
+    def tower_widths(self) -> tuple[int, int]:
+        """The widths of the tower's hidden states and of its MLPs."""
+
+    @abstractmethod
+    def num_patches(self, shape: tuple[int, ...]) -> int:
+        """Returns the number of patches in a row's `pixel_values` of this shape."""
 
     @abstractmethod
     def make(self, decoder: "DecoderOptions", make: ParameterMaker) -> nnx.Module:
@@ -135,6 +139,13 @@ class VisionConfig(ABC):
         Raises:
             ValueError: If they haven't, or an array has another shape.
         """
+
+    def placeholders(self, row: int, count: int) -> str:
+        """Returns the beginning of an error about a row's number of placeholders."""
+        return (
+            f"row {row} of batch['tokens'] has {count:,} placeholders of images (token "
+            f"{self.token})"
+        )
 
     def advance(self, images: Mapping[str, np.ndarray]) -> int:
         """Returns how much further positions go on after a row's images than after so many tokens.

@@ -404,7 +404,8 @@ def _kept(config: DecoderConfig, source: Path | None) -> list[NamedTensor]:
     if not family.kept and not config.unread:
         return []
     if config.source is None:
-        if family.multimodal and config.vision is None:
+        has_sound = json.loads(config.original or "{}").get("audio_config") is not None
+        if family.multimodal and (config.vision is None or has_sound):
             raise ValueError(
                 f"a {family.model_type} has parts beside the decoder, which only a checkpoint can "
                 "give: read one with load_pretrained, or make a decoder alone with "

@@ -34,10 +34,13 @@ class FixedImages(VisionConfig):
     mutual: bool
 
     @property
-    def tower_sizes(self) -> tuple[int, int, int]:
-        """Patches and widths; see `VisionConfig`."""
-        tower = self.tower
-        return tower.patches_per_side**2, tower.hidden_size, tower.intermediate_size
+    def tower_widths(self) -> tuple[int, int]:
+        """See `VisionConfig`."""
+        return self.tower.hidden_size, self.tower.intermediate_size
+
+    def num_patches(self, shape: tuple[int, ...]) -> int:
+        """See `VisionConfig`."""
+        return shape[0] * self.tower.patches_per_side**2
 
     def place(
         self,
@@ -82,9 +85,9 @@ class FixedImages(VisionConfig):
         for row, count in enumerate(counts.reshape(-1).tolist()):
             if count % self.tokens_per_image or count > images * self.tokens_per_image:
                 raise ValueError(
-                    f"row {row} of batch['tokens'] has {count:,} placeholders of images (token "
-                    f"{self.token}), but an image takes {self.tokens_per_image:,}, and "
-                    f"batch['pixel_values'] has {images:,} images for each row"
+                    f"{self.placeholders(row, count)}, but an image takes "
+                    f"{self.tokens_per_image:,}, and batch['pixel_values'] has {images:,} images "
+                    "for each row"
                 )
 
 
@@ -107,6 +110,7 @@ def with_images(
     tokens: Integer[Array | np.ndarray, "rows length"],
     vectors: Float[Array, "rows ... width"],
     token: int,
+    counts: Integer[Array, "rows images"] | None = None,
 ) -> Float[Array, "rows length width"]:
     """Returns embeddings with the images' vectors in place of the placeholders'.
 
@@ -116,9 +120,15 @@ def with_images(
         vectors: The vectors of each row's images, in order. Vectors without a placeholder are not
             used; a placeholder without a vector becomes NaN.
         token: The placeholder.
+        counts: Number of vectors of each image that are used, if `vectors` has the shape (rows,
+            images, vectors, width); None for all.
     """
     inside = (jnp.asarray(tokens) == token)[..., None]
     places = jnp.cumsum(inside, axis=1, dtype=jnp.int32) - 1
+    if counts is not None:  # unused vectors of the images before are skipped
+        unused = vectors.shape[2] - counts[:, None]
+        before = places >= jnp.cumsum(counts, axis=1)[:, None]
+        places = places + jnp.sum(jnp.where(before, unused, 0), axis=2, keepdims=True)
     flat = vectors.reshape(x.shape[0], -1, x.shape[-1]).astype(x.dtype)
     taken = jnp.take_along_axis(flat, jnp.maximum(places, 0), axis=1, mode="fill")
     return jnp.where(inside, taken, x)

@@ -21,6 +21,10 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.models import hf_common
 from megatrain_jax._src.lm.models.decoder_options import ACTIVATIONS, DecoderOptions, ParameterMaker
 from megatrain_jax._src.lm.models.expert_blocks import mix
+from megatrain_jax._src.lm.models.families.gemma4_vision import (
+    Gemma4VisionConfig,
+    read_gemma4_vision,
+)
 from megatrain_jax._src.lm.models.family import Family, multimodal_family
 from megatrain_jax._src.lm.models.hf_common import KINDS, Fields, read_rope
 from megatrain_jax._src.lm.models.layers import (
@@ -89,6 +93,7 @@ class MemoryMaker(nnx.Module):
         """Makes the parameters."""
         options: Gemma4Options = config.options
         self.num_layers, self.dim = config.num_layers, options.inputs_dim
+        self.vision = config.vision if isinstance(config.vision, Gemma4VisionConfig) else None
         if self.dim:
             wide = self.num_layers * self.dim
             self.embed_tokens_per_layer = Embedding(options.inputs_vocab, wide, make)
@@ -100,7 +105,12 @@ class MemoryMaker(nnx.Module):
         if not self.dim:
             return Memory()
         by_layer = (*x.shape[:2], self.num_layers, self.dim)
-        own = self.embed_tokens_per_layer(tokens)
+        if self.vision is None:
+            own = self.embed_tokens_per_layer(tokens)
+        else:  # placeholders of images count as padding, which isn't trained
+            inside = jnp.asarray(tokens) == self.vision.token
+            own = self.embed_tokens_per_layer(jnp.where(inside, self.vision.pad, tokens))
+            own = jnp.where(inside[..., None], jax.lax.stop_gradient(own), own)
         own = (own * jnp.asarray(self.dim**0.5, own.dtype)).reshape(by_layer)
         projected = self.per_layer_model_projection(x) * x.shape[-1] ** -0.5
         both = (self.per_layer_projection_norm(projected.reshape(by_layer)) + own) * 2**-0.5
@@ -445,6 +455,7 @@ GEMMA4_MULTIMODAL = multimodal_family(
     tied=True,
     body="model.language_model",
     head="lm_head",
+    vision=read_gemma4_vision,
 )
 
 Streams = Float[Array, "num rows length width"]

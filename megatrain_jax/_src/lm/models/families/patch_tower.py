@@ -80,7 +80,7 @@ def own_options(decoder: DecoderOptions, tower: Any, **more: Any) -> DecoderOpti
     names = ("hidden_size", "intermediate_size", "num_heads", "activation")
     sizes = {name: getattr(tower, name) for name in names} | {"num_kv_heads": tower.num_heads}
     norms = {"norm_offset": 0.0, "norm_in_fp32": False, "norm_bias": True}
-    return replace(decoder, **sizes, **norms, **more)
+    return replace(decoder, **{**sizes, **norms, **more})
 
 
 class PatchEmbedding(nnx.Module):
@@ -211,13 +211,11 @@ class Tower(nnx.Module):
 class Vision(nnx.Module):
     """Images to vectors in place of their placeholders' embeddings."""
 
-    def __init__(self, tower: Tower, projector: nnx.Module):
+    def __init__(self, tower: nnx.Module, projector: nnx.Module):
         """Takes both modules."""
         self.tower: Any = tower
         self.projector: Any = projector
 
-    def __call__(
-        self, pixels: Float[Array, "images channels height width"]
-    ) -> Float[Array, "images vectors wide"]:
-        """Returns the vectors of each image."""
-        return self.projector(self.tower(pixels))
+    def __call__(self, *images: Array) -> Float[Array, "images vectors wide"]:
+        """Returns the vectors of each image, from the arrays that the tower reads."""
+        return self.projector(self.tower(*images))

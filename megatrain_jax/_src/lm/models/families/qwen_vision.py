@@ -149,9 +149,13 @@ class QwenVisionConfig(VisionConfig):
     sections: tuple[int, ...]
 
     @property
-    def tower_sizes(self) -> tuple[int, int, int]:
-        """Patches and widths; see `VisionConfig`."""
-        return 1, self.hidden_size, self.intermediate_size
+    def tower_widths(self) -> tuple[int, int]:
+        """See `VisionConfig`."""
+        return self.hidden_size, self.intermediate_size
+
+    def num_patches(self, shape: tuple[int, ...]) -> int:
+        """See `VisionConfig`."""
+        return shape[0]
 
     @property
     def patch(self) -> int:
@@ -279,9 +283,9 @@ class QwenVisionConfig(VisionConfig):
         for row, (count, size) in enumerate(zip(counts.tolist(), sizes.tolist(), strict=True)):
             if count != size or size * self.merge**2 > room:
                 raise ValueError(
-                    f"row {row} of batch['tokens'] has {count:,} placeholders of images (token "
-                    f"{self.token}), batch['image_grid_thw'] has {size:,} vectors for it, and "
-                    f"batch['pixel_values'] has room for {room // self.merge**2:,}"
+                    f"{self.placeholders(row, count)}, batch['image_grid_thw'] has {size:,} "
+                    f"vectors for it, and batch['pixel_values'] has room for "
+                    f"{room // self.merge**2:,}"
                 )
 
     def _check_grids(self, grids: np.ndarray) -> None:

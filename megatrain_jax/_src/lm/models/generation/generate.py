@@ -307,6 +307,11 @@ def _room(array: np.ndarray) -> tuple[int, ...]:
     return _power(len(array)), *array.shape[1:]
 
 
+def _patches(vision: VisionConfig | None, images: Mapping[str, np.ndarray]) -> int:
+    """The number of patches that a prompt's images are computed with."""
+    return vision.num_patches(_room(images["pixel_values"])) if vision and images else 0
+
+
 class StopStrings:
     """The stop strings of a call. They may contain special tokens; completions show none."""
 
@@ -505,8 +510,8 @@ class Generator:
         texts = _texts(opened, config.vision, num_samples)
         size = bucket(max(map(len, rows)) + max_tokens)
         sharing = self._source.sharing
-        entries = max((_room(x["pixel_values"])[0] for _, x in opened if x), default=0)
-        memory = self._memory.with_images(entries)
+        patches = (_patches(config.vision, images) for _, images in opened)
+        memory = self._memory.with_images(max(patches))
         form = memory.choose(size, min(-(-len(texts) // sharing.count), max_batch))
         task = WritingTask(
             max_tokens=max_tokens,
@@ -556,25 +561,25 @@ def _check_images(
         ValueError: If it hasn't, or the model has no vision part.
     """
     count = 0 if vision is None else ids.count(vision.token)
-    if not images:
-        if count:
+    if count and not images:
+        raise ValueError(
+            f"`prompts` have one with {count:,} placeholders of images and without images: "
+            "data.image_prompts opens them"
+        )
+    if vision is None:
+        if images:
+            hint = "read the checkpoint with load_pretrained(folder, images=True)"
             raise ValueError(
-                f"`prompts` have one with {count:,} placeholders of images and without images: "
-                "data.image_prompts opens them"
+                f"`prompts` have {', '.join(images)}, but the decoder has no vision part: {hint}"
             )
         return
-    if vision is None:
-        hint = "read the checkpoint with load_pretrained(folder, images=True)"
-        raise ValueError(
-            f"`prompts` have {', '.join(images)}, but the decoder has no vision part: {hint}"
-        )
     if ids[-1] == vision.token:
         raise ValueError("`prompts` have one that ends in an image: a token has to follow")
     with naming("`prompts`"):
         vision.check_batch(
             {"tokens": np.array([ids], np.int32)} | {name: x[None] for name, x in images.items()}
         )
-    if isinstance(vision, FixedImages):
+    if images and isinstance(vision, FixedImages):
         # Rows of a batch have zeros in unused places.
         used = count // vision.tokens_per_image
         if images["pixel_values"][used:].any():

@@ -72,7 +72,7 @@ class GenerationMemory:
         self._bytes = source.sharing.least(own)
         self._host_bytes = source.sharing.least(_HOST_SHARE * available_bytes())
         self._source = source
-        self._entries = 0
+        self._patches = 0
         self.shapes = _shapes(source, source.ends), [_shapes(source, x) for x in source.layers]
         caches = shapes_of(source.form, *self.shapes)
         # Bytes of each layer's cache of one text with some number of tokens.
@@ -98,10 +98,10 @@ class GenerationMemory:
             other._host_bytes = _HOST_SHARE * (hardware.assumed_host_bytes - weights)
         return other
 
-    def with_images(self, entries: int) -> "GenerationMemory":
-        """Returns the memory for prompts with up to so many entries of `pixel_values` each."""
+    def with_images(self, patches: int) -> "GenerationMemory":
+        """Returns the memory for prompts with images of up to so many patches each."""
         other = copy.copy(self)
-        other._entries = entries
+        other._patches = patches
         return other
 
     def choose(self, size: int, wanted: int) -> DecodeForm:
@@ -125,7 +125,7 @@ class GenerationMemory:
         if form.num_rows:
             return form
         least = self.needs(size, 1, resident=False, num_pages=len(self.pageable))
-        shorter = "shorter prompts" + (", or fewer images" if self._entries else "")
+        shorter = "shorter prompts" + (", or fewer images" if self._patches else "")
         raise MemoryError(
             f"not one text of {size:,} tokens fits on the device: with two layers, embeddings and "
             f"head, {sized(self._weights(resident=False))}, and temporaries, it takes "
@@ -153,8 +153,8 @@ class GenerationMemory:
         wide = _width_alive(config.hidden_size, config.intermediate_size)
         reading = tokens * (wide * itemsize + -(-sum(layers) // size))
         if config.vision is not None:  # before it; a prompt with images is read alone
-            patches, *widths = config.vision.tower_sizes
-            reading = max(reading, self._entries * patches * _width_alive(*widths) * itemsize)
+            wide = _width_alive(*config.vision.tower_widths)
+            reading = max(reading, self._patches * wide * itemsize)
         return self._weights(resident=resident) + rows * (each + logits) + reading
 
     def _num_pages(self, size: int, rows: int) -> float:
