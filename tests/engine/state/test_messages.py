@@ -129,8 +129,9 @@ def test_a_peer_that_has_left_for_good_is_not_waited_for():
         processes.leave("the same error again")
 
 
-def test_a_peer_that_gave_another_one_up_is_quoted():
-    board = FakeBoard()
+@pytest.mark.parametrize("has_come", [False, True])
+def test_a_peer_that_gave_another_one_up_is_quoted(has_come):
+    board = FakeBoard({1: {"where": "step 3", "value": None}} if has_come else None)
     processes = processes_of(board, 3)
     board.show(1, gone=True, why="process 2 on node2 has not come to step 3.")
     look(processes, 0)
@@ -156,6 +157,23 @@ def test_the_last_message_of_a_peer_that_has_left_is_read(is_late):
 
         board.read = read_first
     assert processes.gather("the end", 4) == [4, 5]
+
+
+def test_one_that_has_left_after_its_last_message_leaves_time_for_the_other():
+    board = FakeBoard({1: {"where": "the end", "value": 5}})
+    processes = processes_of(board, 3)
+    board.show(1, gone=True)
+    look(processes, 0)
+    wait, waits = board.wait, iter(range(9))
+
+    def third_comes(key: str, seconds: float) -> None:
+        wait(key, seconds)
+        if next(waits) == 1:
+            message = json.dumps({"where": "the end", "value": 6})
+            board.notes[f"{key.rpartition('/')[0]}/2"] = message.encode()
+
+    board.wait = third_comes
+    assert processes.gather("the end", 4) == [4, 5, 6]
 
 
 @pytest.mark.parametrize("seconds", [106, 120])

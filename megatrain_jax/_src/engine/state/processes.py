@@ -313,10 +313,12 @@ class Processes:
     def _check(self, folder: str, where: str, missing: Sequence[int]) -> None:
         """Raises an error if this process can't wait for its peers any longer."""
         presence = self._peers
-        signs = ((i, presence.signs[i]) for i in missing)
-        gone = next(((i, sign) for i, sign in signs if sign is not None and sign.gone), None)
-        # What it sent before it left may have come since.
-        if gone is not None and str(gone[0]) not in self._board.read(folder):
+        left = [(i, sign) for i, sign in enumerate(presence.signs) if sign and sign.gone]
+        # What was sent before they left may have come since.
+        late = set(missing) - set(map(int, self._board.read(folder))) if missing and left else ()
+        # One that gave another one up is not there, although its own message may be.
+        gone = next(((i, sign) for i, sign in left if i in late or (late and sign.why)), None)
+        if gone is not None:
             why = gone[1].why.rstrip(".") or "each process has to make the same calls"
             self.give_up(f"{presence.named(gone[0])} has left the run, which is at {where}: {why}")
         elif missing and self.patience and presence.idle_seconds > self.patience + _LATE_SECONDS:
