@@ -1,6 +1,7 @@
 """Small random models with a vision part, and batches of text and images for them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import transformers
 from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -16,11 +18,15 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.processing_utils import ProcessorMixin
 
 from families import save
-from family_options import GEMMA4, LINEAR, MOE, SHARED, SWA
+from family_options import GEMMA4, LINEAR, LLAMA4, MOE, SHARED, SWA
 
 torch: Any = pytest.importorskip(
     "torch", reason='makes a checkpoint with PyTorch: pip install -e ".[torch]"'
 )
+
+# In version 5.24, Transformers' class of Llama 4 reads it of its decoder's results, which lack it.
+if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
+    setattr(MoeCausalLMOutputWithPast, "image_outputs", None)  # noqa: B010
 
 # Special tokens after those of text, and the placeholders of an image.
 IMAGE, BEGIN, END = 90, 91, 92
@@ -139,6 +145,22 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_token_id": IMAGE, "image_seq_length": VECTORS, "tie_word_embeddings": False},
     ),
+    "llama4": (
+        "Llama4",
+        LLAMA4 | {"attention_chunk_size": 16},
+        _TOWER
+        | {
+            "intermediate_size": 4 * _TOWER["hidden_size"],
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "image_size": TILE,
+            "vision_output_dim": 40,
+            "projector_input_dim": 40,
+            "projector_output_dim": 40,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 30.0},
+        },
+        {"image_token_index": IMAGE, "boi_token_index": BEGIN, "eoi_token_index": END},
+    ),
     "qwen2.5-vl": (
         "Qwen2_5_VL",
         SWA | {"rms_norm_eps": 1e-3, "rope_parameters": _MROPE, "tie_word_embeddings": True},
@@ -195,7 +217,7 @@ def make_torch(kind: str = "gemma3", **changes: Any) -> Any:
                 parameter.mul_(8)
             elif name.startswith("model.vision_tower.embeddings."):
                 parameter.normal_()
-            elif "gemma4" in kind and "vision" in name:
+            elif kind.startswith(("gemma4", "llama4")) and re.search("vision|projector", name):
                 parameter.normal_(0, 0.2)
         for name, buffer in model.named_buffers():
             if name.endswith(("_min", "_max")):  # so that a few numbers are beyond
@@ -227,6 +249,11 @@ _OF_IMAGE = {
     "internvl": (
         ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
         ("context_image_token", "start_image_token", "end_image_token", "video_token"),
+    ),
+    "llama4": (
+        ("<|patch|>", "<|image_start|>", "<|image_end|>", "<|image|>")
+        + ("<|tile_x_separator|>", "<|tile_y_separator|>"),
+        ("", "", "", "", "", ""),
     ),
     "qwen": (
         ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"),
@@ -262,6 +289,14 @@ def make_processor(kind: str = "gemma3") -> Any:
     if kind == "gemma4":
         family, more = "Gemma4", (None,)
         images = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
+    elif kind == "llama4":
+        pytest.importorskip("torchvision", reason="which the processor of Llama 4 needs")
+        size = {"height": TILE, "width": TILE}
+        images = transformers.Llama4ImageProcessor(size=size, max_patches=4)
+        processor = transformers.Llama4Processor(images, tokenizer, patch_size=4)
+        template = TEMPLATE.replace("<start_of_image>", "<|image|>")
+        processor.chat_template = tokenizer.chat_template = template
+        return processor
     elif kind == "internvl":
         family, options["image_seq_length"] = "InternVL", VECTORS
         images = GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, max_patches=4)
@@ -283,7 +318,7 @@ def make_processor(kind: str = "gemma3") -> Any:
 
 def save_processor(processor: Any, folder: Path) -> None:
     """Writes the files of a processor, in the format of released checkpoints."""
-    if isinstance(processor, transformers.Gemma3Processor):
+    if isinstance(processor, transformers.Gemma3Processor | transformers.Llama4Processor):
         processor.save_pretrained(folder)
         return
     processor.tokenizer.save_pretrained(folder)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,25 @@ import pytest
 from PIL import Image, ImageOps
 
 from megatrain_jax import data
+from megatrain_jax._src.lm.data.image_files import ImageForm, image_processor
 from megatrain_jax._src.lm.models.decoder import IMAGE_ARRAYS
 from messages import refuses, tells
 
-pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
+torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
-from tiny_images import IMAGE, TEMPLATE, VECTORS, make_processor, picture, save_processor
+import transformers  # noqa: E402
+
+from tiny_images import (  # noqa: E402
+    IMAGE,
+    TEMPLATE,
+    VECTORS,
+    make_processor,
+    picture,
+    save_processor,
+)
 
 LENGTH = 64
+KINDS = ["gemma3", "gemma4", "internvl", "llama4", "qwen2.5-vl", "qwen3-vl"]
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +64,21 @@ def made(rows: Any, processor: Any, **options: Any) -> data.Dataset:
     return data.image_chat(rows, processor, **{**given, **options})
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "internvl", "qwen2.5-vl", "qwen3-vl"])
+def arrays_of(found: Any) -> dict[str, np.ndarray]:
+    """The results of Transformers, whose pixels for Llama 4 have a type that NumPy lacks."""
+    tensors = {name: x for name, x in found.items() if torch.is_tensor(x)}
+    return {n: (x.float() if x.is_floating_point() else x).numpy() for n, x in tensors.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("row", ROWS, ids=["one", "two", "none", "three"])
 def test_tokens_and_pixels_are_those_of_transformers(row, kind):
     processor = make_processor(kind)
     (batch,) = made([row], processor, length=256 if kind == "gemma4" else 96)
     expected = processor.apply_chat_template(
-        row["messages"], tokenize=True, return_dict=True, return_tensors="np"
+        row["messages"], tokenize=True, return_dict=True, return_tensors="pt"
     )
+    expected = arrays_of(expected)
     ids = expected["input_ids"][0]
     assert batch["tokens"][0, : len(ids)].tolist() == ids.tolist()
     assert not batch["segments"][0, len(ids) :].any()
@@ -75,7 +94,7 @@ def test_tokens_and_pixels_are_those_of_transformers(row, kind):
     assert kind != "gemma4" or (batch["image_position_ids"][0] == places).all()
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "qwen3-vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "llama4", "qwen3-vl"])
 def test_prompts_are_those_of_transformers(kind, tmp_path):
     processor = make_processor(kind)
     picture(1, 50, 9).save(tmp_path / "one.png")
@@ -84,8 +103,9 @@ def test_prompts_are_those_of_transformers(kind, tmp_path):
     same = conversation(["this ", *own(picture(1, 50, 9), picture(2, 7, 8)), " and"])
     found = data.image_prompts([*asked, in_a_file], processor, folder=tmp_path)
     for prompt, messages in zip(found, [*asked, same["messages"][:1]], strict=True):
-        options = {"tokenize": True, "return_dict": True, "return_tensors": "np"}
+        options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
         wanted = processor.apply_chat_template(messages, add_generation_prompt=True, **options)
+        wanted = arrays_of(wanted)
         assert prompt.keys() == (wanted.keys() & {*IMAGE_ARRAYS}) | {"tokens"}
         assert prompt["tokens"].tolist() == wanted["input_ids"][0].tolist()
         for name in prompt.keys() - {"tokens"}:
@@ -278,7 +298,7 @@ def test_images_follow_their_documents(processor):
     assert len(counts) == 1
 
 
-@pytest.mark.parametrize("kind", ["gemma4", "internvl", "qwen3-vl"])
+@pytest.mark.parametrize("kind", ["gemma4", "internvl", "llama4", "qwen3-vl"])
 def test_images_of_any_size_follow_their_documents(kind, tmp_path):
     processor = make_processor(kind)
     options = {"crop_to_patches": True} if kind == "internvl" else {}
@@ -306,7 +326,8 @@ def test_images_of_any_size_follow_their_documents(kind, tmp_path):
             packed += segments.max() > 1
             expected: Any = {}
             if given:
-                expected = processor.image_processor(given, return_tensors="np", **options)
+                expected = processor.image_processor(given, return_tensors="pt", **options)
+                expected = arrays_of(expected)
             kept = [("pixel_values", pixels, 0)]
             kept += [("image_grid_thw", grid, 0)] if "qwen" in kind else []
             kept += [("image_position_ids", grid, -1)] if kind == "gemma4" else []
@@ -315,6 +336,24 @@ def test_images_of_any_size_follow_their_documents(kind, tmp_path):
                 assert (array[:count] == expected.get(name, unused)).all()
                 assert (array[count:] == unused).all()
     assert len(shapes) == 1 and packed
+
+
+@pytest.mark.parametrize("tiles", [(1, 1), (1, 3), (2, 2), (3, 1)])
+def test_tokens_between_tiles_are_those_of_transformers(tiles):
+    """Without the processor of images, which needs torchvision."""
+
+    class ImageProcessor(SimpleNamespace):
+        def __call__(self, **_):
+            pixels = torch.zeros((1, 3, 16, 16), dtype=torch.bfloat16)
+            return {"pixel_values": pixels, "aspect_ratios": [[1, 1]]}
+
+    other = make_processor()
+    theirs = transformers.Llama4Processor(other.image_processor, other.tokenizer, patch_size=4)
+    theirs.image_processor = ImageProcessor(size={"height": 16, "width": 16})
+    ours = image_processor(theirs)
+    rows, columns = tiles
+    form = ImageForm(VECTORS * (rows * columns + (rows * columns > 1)), rows, columns)
+    assert ours.expanded(form) == theirs._prompt_split_image(tiles, VECTORS)
 
 
 def test_tiles_are_those_of_an_upright_image(tmp_path):

@@ -82,8 +82,10 @@ def by_name(model: Any, gradients: bool = False) -> dict[str, np.ndarray]:
     return {n.removeprefix(start): array for n, array in named(found, model).items()}
 
 
-@pytest.mark.by_default("gemma4", "internvl", "qwen2.5-vl", "qwen3-vl")
-@pytest.mark.parametrize("kind", ["gemma4", "gemma4-plain", "internvl", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.by_default("gemma4", "internvl", "llama4", "qwen2.5-vl", "qwen3-vl")
+@pytest.mark.parametrize(
+    "kind", ["gemma4", "gemma4-plain", "internvl", "llama4", "qwen2.5-vl", "qwen3-vl"]
+)
 def test_logits_and_gradients_are_those_of_transformers(kind, tmp_path):
     theirs, folder = checkpoint(tmp_path, kind)
     model, arrays = filled(models.load_pretrained(folder, images=True)), batch(kind=kind)
@@ -323,7 +325,7 @@ IN_TOWERS = r"|vision/tower/.*/(qkv|q_proj|fc1|gate_proj)(/linear)?|vision/proje
 
 
 @pytest.mark.by_default("decoder-gemma3")
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "llama4", "qwen2.5-vl", "qwen3-vl"])
 @pytest.mark.parametrize("more", ["", IN_TOWERS], ids=["decoder", "all"])
 def test_adapters_of_a_decoder_with_images(kind, more, tmp_path):
     _, folder = checkpoint(tmp_path / "m", kind)
@@ -580,6 +582,13 @@ def test_configurations_that_are_not_supported_are_named(given, change, message,
         ("qwen3-vl", {"deepstack_visual_indexes": [1, 0]}, "`deepstack_visual_indexes`"),
         ("qwen3-vl", {"rope_parameters": {"rope_type": "yarn"}}, "`rope_type` = 'yarn'"),
         ("qwen3-vl", {"window_size": 16}, "fields.*window_size"),
+        ("llama4", {"model_type": "clip"}, "clip.*llama4_vision_model"),
+        ("llama4", {"projector_dropout": 0.1}, "`projector_dropout`"),
+        ("llama4", {"num_attention_heads": 4}, "`num_attention_heads`"),
+        ("llama4", {"pixel_shuffle_ratio": 0.3}, "`pixel_shuffle_ratio`"),
+        ("llama4", {"intermediate_size": 48}, "`intermediate_size` = 48"),
+        ("llama4", {"vision_output_dim": 48}, "vision_output_dim.*48"),
+        ("llama4", {"rope_parameters": {"rope_type": "yarn"}}, "`rope_type`.*yarn"),
         ("internvl", {"norm_type": "batch_norm"}, "`norm_type` = 'batch_norm'"),
         ("internvl", {"image_size": [16, 20]}, r"`image_size` = \[16, 20\]"),
         ("internvl", {"image_size": 24}, "`image_seq_length` = 4"),

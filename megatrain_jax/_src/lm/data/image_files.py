@@ -25,6 +25,20 @@ _UNREADABLE = "an image that can't be read"
 _FORMATS = frozenset("AVIF BMP GIF JPEG JPEG2000 MPO PNG PPM TIFF WEBP".split())
 
 
+class ImageForm(NamedTuple):
+    """What the tokens of an image depend on.
+
+    Attributes:
+        vectors: The number of its vectors.
+        rows: The number of rows of tiles, if the tokens tell it.
+        columns: The number of tiles in a row.
+    """
+
+    vectors: int
+    rows: int = 1
+    columns: int = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageReference:
     """An image of a row. It is decoded when it is opened.
@@ -33,13 +47,18 @@ class ImageReference:
         source: Path of a file, the bytes of one, or a PIL image.
         digest: A hash of the file's path and size, of the bytes, or of the pixels.
         origin: Origin of the row, for errors.
-        vectors: The number of its vectors.
+        form: What its tokens depend on.
     """
 
     source: Path | bytes | Image.Image
     digest: bytes
     origin: str
-    vectors: int
+    form: ImageForm
+
+    @property
+    def vectors(self) -> int:
+        """The number of its vectors."""
+        return self.form.vectors
 
     def open(self) -> Image.Image:
         """Decodes the image.
@@ -88,7 +107,7 @@ def to_reference(
         given: A path, bytes, a PIL image, or a mapping with `bytes` or `path`, as `datasets` has.
         folder: The folder where relative paths begin.
         origin: Origin of the row.
-        processor: Tells the number of its vectors.
+        processor: Tells its form.
         whole: Whether the image is decoded to find damage; if not, only its header is read.
 
     Raises:
@@ -115,31 +134,31 @@ def _referred(given: Any, folder: Path, origin: str, processor: "ImageProcessor"
         except Exception as error:  # see `open`; PIL decodes late
             raise InvalidRow(_UNREADABLE, str(error)) from error
         # With a different palette, equal pixels are different colours.
-        form = f"{given.mode} {given.size} {given.getpalette()} {given.info.get('transparency')}"
-        digest, vectors = _hash(form.encode() + pixels), _vectors(given, processor)
-        return ImageReference(source=given, digest=digest, origin=origin, vectors=vectors)
+        mode = f"{given.mode} {given.size} {given.getpalette()} {given.info.get('transparency')}"
+        digest, form = _hash(mode.encode() + pixels), _form(given, processor)
+        return ImageReference(source=given, digest=digest, origin=origin, form=form)
     if not isinstance(given, str | PathLike | bytes):
         kinds = "a path, bytes or a PIL image"
         raise InvalidRow("an image of an unknown kind", f"{type(given).__name__} is not {kinds}")
     source = given if isinstance(given, bytes) else folder / Path(given).expanduser()
     try:
         with _opened(source) as image:
-            vectors = _vectors(image, processor, turned=True)
+            form = _form(image, processor, turned=True)
         size = 0 if isinstance(source, bytes) else source.stat().st_size
     except InvalidRow:
         raise
     except Exception as error:  # see `open`
         raise InvalidRow(_UNREADABLE, str(error)) from error
     known = source if isinstance(source, bytes) else f"{source} {size}".encode()
-    return ImageReference(source=source, digest=_hash(known), origin=origin, vectors=vectors)
+    return ImageReference(source=source, digest=_hash(known), origin=origin, form=form)
 
 
-def _vectors(image: Image.Image, processor: "ImageProcessor", *, turned: bool = False) -> int:
-    """The number of vectors of an image, which `open` may have `turned` upright."""
+def _form(image: Image.Image, processor: "ImageProcessor", *, turned: bool = False) -> ImageForm:
+    """The form of an image, which `open` may have `turned` upright."""
 
-    def of(width: int, height: int) -> int:
+    def of(width: int, height: int) -> ImageForm:
         try:
-            return processor.vectors(height, width)
+            return processor.form(height, width)
         except ValueError as error:
             why = f"{width} × {height} pixels: {error}"
             raise InvalidRow("an image of a size that the processor refuses", why) from error
@@ -228,15 +247,15 @@ class ImageProcessor(ABC):
         self.tokens = frozenset(self.tokenizer.convert_tokens_to_ids(list(names)))
 
     @abstractmethod
-    def vectors(self, height: int, width: int) -> int:
-        """Returns the number of vectors of an image of this size, in pixels.
+    def form(self, height: int, width: int) -> ImageForm:
+        """Returns the form of an image of this size, in pixels.
 
         Raises:
             ValueError: If the processor refuses this size.
         """
 
     @abstractmethod
-    def expanded(self, vectors: int) -> str:
+    def expanded(self, form: ImageForm) -> str:
         """Returns the tokens of an image as text, in place of `begin`."""
 
     @abstractmethod
@@ -266,14 +285,14 @@ class _OneSize(ImageProcessor):
     """Images, or tiles of images, of one size, each with the same number of vectors."""
 
     def __init__(
-        self, processor: Any, placeholder: str, around: tuple[str, str], sequence: str, count: int
+        self, processor: Any, placeholder: str, around: tuple[str, ...], sequence: str, count: int
     ):
         """Takes a processor.
 
         Args:
             processor: The processor, or its parts.
             placeholder: The token that stands for a vector.
-            around: The tokens before and after those of an image.
+            around: The other tokens of an image.
             sequence: The tokens of an image as text; `count` placeholders stand for all its own.
             count: Vectors of an image or a tile.
         """
@@ -281,13 +300,13 @@ class _OneSize(ImageProcessor):
         self._placeholders, self._sequence, self._count = placeholder * count, sequence, count
         self._shape = self._processed([Image.new("RGB", (32, 32))])["pixel_values"][0].shape
 
-    def vectors(self, height: int, width: int) -> int:
-        """Returns the number of vectors of an image."""
-        return self._count
+    def form(self, height: int, width: int) -> ImageForm:
+        """Returns the form of an image."""
+        return ImageForm(self._count)
 
-    def expanded(self, vectors: int) -> str:
+    def expanded(self, form: ImageForm) -> str:
         """Returns the tokens of an image as text."""
-        tiles = vectors // self._count
+        tiles = form.vectors // self._count
         return self._sequence.replace(self._placeholders, self._placeholders * tiles)
 
     def arrays(
@@ -337,10 +356,53 @@ class _InternVL(_OneSize):
         around = start, end = tokenizer.start_image_token, tokenizer.end_image_token
         super().__init__(processor, self.begin, around, start + self.begin * count + end, count)
 
-    def vectors(self, height: int, width: int) -> int:
-        """Returns the number of vectors of an image."""
+    def form(self, height: int, width: int) -> ImageForm:
+        """Returns the form of an image."""
         tiles = self._images.get_number_of_image_patches(height, width, self._options)
-        return self._count * tiles
+        return ImageForm(self._count * tiles)
+
+
+class _Llama4(_OneSize):
+    """Images divided into tiles with tokens between them, and a tile that shows the whole image."""
+
+    # Of type bfloat16, which NumPy doesn't have.
+    _options: ClassVar[dict[str, Any]] = {"return_tensors": "pt"}
+
+    def __init__(self, processor: Any):
+        """Takes the processor."""
+        self.begin, patch = processor.image_token, processor.img_patch_token
+        self._start, self._end = processor.start_of_img_token, processor.end_of_img_token
+        self._between, self._below = processor.tile_token, processor.tile_global_token
+        size = processor.image_processor.size
+        sides = size["height"] // processor.patch_size, size["width"] // processor.patch_size
+        count = sides[0] * sides[1] // processor.downsample_ratio
+        around = self._start, self._end, self.begin, self._between, self._below
+        super().__init__(processor, patch, around, patch * count, count)
+
+    def form(self, height: int, width: int) -> ImageForm:
+        """Returns the form of an image."""
+        images, torch = self._images, importlib.import_module("torch")
+        module = importlib.import_module(type(images).__module__)
+        sizes = torch.tensor(module.find_supported_resolutions(images.max_patches, images.size))
+        chosen = module.get_best_fit((height, width), sizes, images.resize_to_max_canvas)
+        rows, columns = (int(x) // images.size["height"] for x in chosen)
+        return ImageForm(self._count * _with_whole(rows * columns), rows, columns)
+
+    def expanded(self, form: ImageForm) -> str:
+        """Returns the tokens of an image as text."""
+        tile, rows = self._placeholders, form.rows if form.rows * form.columns > 1 else 0
+        tiles = (self._between.join([tile] * form.columns) + self._below) * rows
+        return f"{self._start}{tiles}{self.begin}{tile}{self._end}"
+
+    def _processed(self, images: Sequence[Image.Image]) -> Any:
+        found = super()._processed(images)
+        tiles = [_with_whole(int(rows * columns)) for rows, columns in found["aspect_ratios"]]
+        return {"pixel_values": found["pixel_values"].float().numpy(), "num_patches": tiles}
+
+
+def _with_whole(tiles: int) -> int:
+    """The number of tiles, and the one that shows the whole image if there are several."""
+    return tiles + (tiles > 1)
 
 
 class _AnySize(ImageProcessor):
@@ -356,13 +418,13 @@ class _AnySize(ImageProcessor):
         patches = self._processed([Image.new("RGB", (32, 32))])["pixel_values"]
         self._numbers = patches.shape[1]
 
-    def vectors(self, height: int, width: int) -> int:
-        """Returns the number of vectors of an image; it is the same for a turned image."""
-        return self._images.get_number_of_image_patches(height, width) // self._each
+    def form(self, height: int, width: int) -> ImageForm:
+        """Returns the form of an image; it is the same for a turned image."""
+        return ImageForm(self._images.get_number_of_image_patches(height, width) // self._each)
 
-    def expanded(self, vectors: int) -> str:
+    def expanded(self, form: ImageForm) -> str:
         """Returns the tokens of an image as text."""
-        return self.begin * vectors
+        return self.begin * form.vectors
 
     def arrays(
         self, rows: Sequence[Sequence[ImageReference]], room: ImageRoom
@@ -393,15 +455,15 @@ class _Gemma4(ImageProcessor):
         module = importlib.import_module(type(self._images).__module__)
         self._resized = module.get_aspect_ratio_preserving_size
 
-    def vectors(self, height: int, width: int) -> int:
-        """Returns the number of vectors of an image; it is the same for a turned image."""
+    def form(self, height: int, width: int) -> ImageForm:
+        """Returns the form of an image; it is the same for a turned image."""
         patch, merge = self._images.patch_size, self._images.pooling_kernel_size
         rows, columns = self._resized(height, width, patch, self._shape[0], merge)
-        return rows * columns // (patch * merge) ** 2
+        return ImageForm(rows * columns // (patch * merge) ** 2)
 
-    def expanded(self, vectors: int) -> str:
+    def expanded(self, form: ImageForm) -> str:
         """Returns the tokens of an image as text."""
-        return (self.begin * vectors).join(self._around)
+        return (self.begin * form.vectors).join(self._around)
 
     def arrays(
         self, rows: Sequence[Sequence[ImageReference]], room: ImageRoom
@@ -427,10 +489,11 @@ def _check_vectors(images: Sequence[ImageReference], counts: Int[np.ndarray, " i
             )
 
 
-_KINDS: dict[str, type[_Gemma | _Gemma4 | _InternVL | _AnySize]] = {
+_KINDS: dict[str, type[_Gemma | _Gemma4 | _InternVL | _Llama4 | _AnySize]] = {
     "Gemma3Processor": _Gemma,
     "Gemma4Processor": _Gemma4,
     "InternVLProcessor": _InternVL,
+    "Llama4Processor": _Llama4,
     "Qwen2_5_VLProcessor": _AnySize,
     "Qwen3VLProcessor": _AnySize,
 }
@@ -470,7 +533,7 @@ def _loaded(given: str | PathLike[str]) -> tuple[str, Any]:
     with as_value_errors(f"`processor` = {folder}: Transformers can't load it"):
         # Imported only here, because it imports PyTorch if that is installed.
         transformers = importlib.import_module("transformers")
-        if _KINDS.get(str(kind), _Gemma) is _Gemma:
+        if _KINDS.get(str(kind), _Gemma) in (_Gemma, _Llama4):
             processor = transformers.AutoProcessor.from_pretrained(str(folder), **options)
             return type(processor).__name__, processor
         # The whole processor also has one of videos, which needs Torchvision.

@@ -14,6 +14,7 @@ import numpy as np
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.data.documents import Document, noted, read_rows
 from megatrain_jax._src.lm.data.image_files import (
+    ImageForm,
     ImageProcessor,
     ImageReference,
     ImageRoom,
@@ -32,9 +33,9 @@ from megatrain_jax._src.lm.data.turns import (
 )
 
 # Private-use characters of Unicode: the mark of an image, and the border of two texts. A mark gets
-# the number of the image's vectors, up to a border, once it is known.
+# the numbers of the image's form, up to a border, once they are known.
 _IMAGE, _BORDER = "\ue0f1", "\ue0f2"
-_MARKS = re.compile(f"{_IMAGE}([0-9]*){_BORDER}|[{_IMAGE}{_BORDER}]")
+_MARKS = re.compile(f"{_IMAGE}([0-9,]*){_BORDER}|[{_IMAGE}{_BORDER}]")
 _TURNS = (*CONVERSATIONS, "prompt", "completion", "response")
 _COLUMNS = ("images", "image")
 _SOURCES = ("image", "path", "url")
@@ -93,11 +94,12 @@ def image_prompt(
 
 
 def _counted(message: Message, images: Iterator[ImageReference]) -> Message:
-    """A message whose marks have the numbers of vectors of the next images."""
+    """A message whose marks have the forms of the next images."""
     start, *rest = message.get("content", "").split(_IMAGE)
     if not rest:
         return message
-    marked = [f"{_IMAGE}{next(images).vectors}{_BORDER}{text}" for text in rest]
+    forms = (",".join(map(str, next(images).form)) for _ in rest)
+    marked = [f"{_IMAGE}{form}{_BORDER}{text}" for form, text in zip(forms, rest, strict=True)]
     return {**message, "content": "".join([start, *marked])}
 
 
@@ -207,7 +209,8 @@ class ImageTemplate(Template):
         parted = [_split_content(message) for message in messages]
         text, spans = super()._text(parted, tools, prompt, marks)
         contents = "".join(message.get("content", "") for message in messages)
-        images = [self._processor.expanded(int(n)) for n in _MARKS.findall(contents) if n]
+        forms = [ImageForm(*map(int, n.split(","))) for n in _MARKS.findall(contents) if n]
+        images = [self._processor.expanded(form) for form in forms]
         begin = self._processor.begin
         first, *rest = text.split(begin)
         if len(rest) != len(images):

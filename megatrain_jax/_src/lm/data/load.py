@@ -634,12 +634,13 @@ def image_chat(
     at the folder of its data file. Rows without images may be among them.
 
     Batches also have `pixel_values`, float32. For Gemma 3 it is (batch_size, images, channels,
-    height, width): the images of each row in order, and zeros behind them; for InternVL, their
-    tiles. For Qwen2.5-VL, Qwen3-VL and Qwen3.5 it is (batch_size, patches, numbers): the patches of
-    these images after each other, as their processor makes them; `image_grid_thw`, int32
-    (batch_size, images, 3), has the number of patches of each image along time, height and width.
-    For Gemma 4 it is (batch_size, images, patches, numbers), and `image_position_ids`, int32
-    (batch_size, images, patches, 2), has the column and the row of each patch, -1 if unused.
+    height, width): the images of each row in order, and zeros behind them; for InternVL and
+    Llama 4, their tiles. For Qwen2.5-VL, Qwen3-VL and Qwen3.5 it is (batch_size, patches, numbers):
+    the patches of these images after each other, as their processor makes them;
+    `image_grid_thw`, int32 (batch_size, images, 3), has the number of patches of each image along
+    time, height and width. For Gemma 4 it is (batch_size, images, patches, numbers), and
+    `image_position_ids`, int32 (batch_size, images, patches, 2), has the column and the row of each
+    patch, -1 if unused.
     `images` and `patches` are the same in all batches, the largest numbers that a row of this
     packing can have. Tokens of images are never labels.
 
@@ -652,8 +653,8 @@ def image_chat(
     Args:
         source: See `chat`.
         processor: The folder of the checkpoint, its name on the Hugging Face Hub, or a
-            `Gemma3Processor`, `Gemma4Processor`, `InternVLProcessor`, `Qwen2_5_VLProcessor` or
-            `Qwen3VLProcessor` of Transformers.
+            `Gemma3Processor`, `Gemma4Processor`, `InternVLProcessor`, `Llama4Processor`,
+            `Qwen2_5_VLProcessor` or `Qwen3VLProcessor` of Transformers.
         length: See `chat`. A conversation is never cut.
         batch_size: See `chat`.
         seed: See `chat`.

@@ -18,7 +18,12 @@ from megatrain_jax._src.lm.models.decoder_options import (
     ParameterMaker,
 )
 from megatrain_jax._src.lm.models.families.dense import LLAMA, QWEN2, QWEN3
-from megatrain_jax._src.lm.models.families.patch_tower import Tower, TowerConfig, Vision
+from megatrain_jax._src.lm.models.families.patch_tower import (
+    Tower,
+    TowerConfig,
+    Vision,
+    joined_squares,
+)
 from megatrain_jax._src.lm.models.family import multimodal_family
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.images import FixedImages
@@ -140,7 +145,7 @@ class Projector(nnx.Module):
     def __init__(self, config: InternVisionConfig, decoder: DecoderOptions, make: ParameterMaker):
         """Makes the parameters."""
         tower, merge = config.tower, config.merge
-        self.merge, self.sides = merge, tower.patches_per_side
+        self.merge = merge
         self.activation = ACTIVATIONS[config.activation]
         joined, wide = tower.hidden_size * merge**2, decoder.hidden_size
         norm = replace(decoder, norm_eps=1e-5, norm_offset=0.0, norm_bias=True)
@@ -152,9 +157,7 @@ class Projector(nnx.Module):
         self, x: Float[Array, "tiles patches width"]
     ) -> Float[Array, "tiles vectors wide"]:
         """Returns the vectors of each tile."""
-        count, merge = self.sides // self.merge, self.merge
-        squares = x.reshape(len(x), count, merge, count, merge, -1).transpose(0, 1, 3, 2, 4, 5)
-        joined = self.layer_norm(squares.reshape(len(x), count**2, -1))
+        joined = self.layer_norm(joined_squares(x, self.merge))
         return self.linear_2(self.activation(self.linear_1(joined)))
 
 

@@ -13,6 +13,7 @@ from megatrain_jax._src.lm.models import hf_common
 from megatrain_jax._src.lm.models.decoder_options import ACTIVATIONS, DecoderOptions, ParameterMaker
 from megatrain_jax._src.lm.models.expert_blocks import mix
 from megatrain_jax._src.lm.models.families.dense import ERNIE4_5, QWEN3_VL_FILES, WideNormAttention
+from megatrain_jax._src.lm.models.families.llama4_vision import read_llama4_vision
 from megatrain_jax._src.lm.models.family import Family, multimodal_family
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.layers import (
@@ -538,4 +539,5 @@ LLAMA4_MULTIMODAL = multimodal_family(
     architecture="Llama4ForConditionalGeneration",
     kept=("vision_model.", "multi_modal_projector."),
     beside="boi_token_index eoi_token_index image_token_index",
+    vision=read_llama4_vision,
 )

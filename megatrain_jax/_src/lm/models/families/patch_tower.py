@@ -6,6 +6,7 @@ checkpoints, except `blocks`, which are `encoder.layers` there: patterns for the
 such as `layers/.*/q_proj`, don't match the tower.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,8 +24,10 @@ from megatrain_jax._src.lm.models.layers import (
     RMSNorm,
     make_norm,
 )
+from megatrain_jax._src.lm.models.rotary import CosSin, rotate
 
 Hidden = Float[Array, "images patches width"]
+Pixels = Float[Array, "images channels height width"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,32 @@ def own_options(decoder: DecoderOptions, tower: Any, **more: Any) -> DecoderOpti
     return replace(decoder, **{**sizes, **norms, **more})
 
 
+def patches_of(pixels: Pixels, size: int, sides: int) -> Float[Array, "images patches numbers"]:
+    """Returns the patches of images, row by row.
+
+    Args:
+        pixels: The images. The pixels behind the last whole patch of a side are not used.
+        size: Pixels along a side of a patch.
+        sides: Patches along a side of an image.
+    """
+    images, channels, *_ = pixels.shape
+    used = sides * size
+    split = pixels[:, :, :used, :used].reshape(images, channels, sides, size, sides, size)
+    return split.transpose(0, 2, 4, 1, 3, 5).reshape(images, sides**2, -1)
+
+
+def joined_squares(x: Hidden, merge: int) -> Float[Array, "images squares joined"]:
+    """Returns the hidden states of each square of patches after each other, row by row.
+
+    Args:
+        x: The hidden states of images as wide as high.
+        merge: Patches along a side of a square.
+    """
+    count = math.isqrt(x.shape[1]) // merge
+    squares = x.reshape(len(x), count, merge, count, merge, -1).transpose(0, 1, 3, 2, 4, 5)
+    return squares.reshape(len(x), count**2, -1)
+
+
 class PatchEmbedding(nnx.Module):
     """A product with each patch: a convolution without overlap, (out, channels, size, size)."""
 
@@ -93,14 +122,9 @@ class PatchEmbedding(nnx.Module):
         self.weight = make.weight(config.hidden_size, config.channels, size, size)
         self.bias = make.constant(0.0, config.hidden_size)
 
-    def __call__(self, pixels: Float[Array, "images channels height width"]) -> Hidden:
+    def __call__(self, pixels: Pixels) -> Hidden:
         """Embeds the patches of each image, row by row."""
-        images, channels, *_ = pixels.shape
-        used = self.sides * self.size
-        split = pixels[:, :, :used, :used].reshape(
-            images, channels, self.sides, self.size, self.sides, self.size
-        )
-        patches = split.transpose(0, 2, 4, 1, 3, 5).reshape(images, self.sides**2, -1)
+        patches = patches_of(pixels, self.size, self.sides)
         weight = self.weight[...]
         matrix = weight.reshape(weight.shape[0], -1)
         products = jax.lax.dot_general(
@@ -131,7 +155,7 @@ class Embeddings(nnx.Module):
         else:
             self.position_embedding = PositionEmbedding(config, make)
 
-    def __call__(self, pixels: Float[Array, "images channels height width"]) -> Hidden:
+    def __call__(self, pixels: Pixels) -> Hidden:
         """Embeds patches and adds the vectors of their places."""
         x = self.patch_embedding(pixels)
         if not self.first:
@@ -155,12 +179,14 @@ class PatchAttention(nnx.Module):
             norm = replace(config, norm_eps=1e-6)
             self.q_norm, self.k_norm = RMSNorm(wide, norm, make), RMSNorm(wide, norm, make)
 
-    def __call__(self, x: Hidden) -> Hidden:
-        """Mixes the patches of each image."""
+    def __call__(self, x: Hidden, turned: CosSin | None = None) -> Hidden:
+        """Mixes the patches of each image; `turned` is their rotary embedding, if there is one."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.reshape(*x.shape[:2], self.num_heads, -1) for y in (q, k, v))
+        if turned is not None:
+            q, k = (rotate(y, turned, interleaved=True) for y in (q, k))
         return self.out_proj(full_attention(q, k, v).reshape(x.shape))
 
 
@@ -178,9 +204,9 @@ class Block(nnx.Module):
             self.lambda_1 = make.constant(scale, config.hidden_size)
             self.lambda_2 = make.constant(scale, config.hidden_size)
 
-    def __call__(self, x: Hidden) -> Hidden:
-        """Returns the layer's result."""
-        y = self.self_attn(self.layer_norm1(x))
+    def __call__(self, x: Hidden, turned: CosSin | None = None) -> Hidden:
+        """Returns the layer's result; see `PatchAttention`."""
+        y = self.self_attn(self.layer_norm1(x), turned)
         x = x + (y * self.lambda_1[...] if self.scaled else y)
         y = self.mlp(self.layer_norm2(x))
         return x + (y * self.lambda_2[...] if self.scaled else y)
@@ -200,7 +226,7 @@ class Tower(nnx.Module):
         if not config.first:
             self.post_layernorm = LayerNorm(config.hidden_size, own, make)
 
-    def __call__(self, pixels: Float[Array, "images channels height width"]) -> Hidden:
+    def __call__(self, pixels: Pixels) -> Hidden:
         """Returns the hidden states of all patches, row by row, after the last block or norm."""
         x = self.embeddings(pixels)
         for block in self.blocks:
