@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -317,8 +318,11 @@ def test_mlflow_reads_what_was_logged(tmp_path: Path, monkeypatch: Any):
     assert run.data.tags["ended"] == f"{result.ended}: {result.reason}"
     for name in ("loss", "seconds", "eval_loss"):
         expected = [(r["step"], r[name]) for r in result.history if name in r]
-        found = sorted((m.step, m.value) for m in client.get_metric_history(run.info.run_id, name))
-        assert found == expected
+        metrics = client.get_metric_history(run.info.run_id, name)
+        assert sorted((m.step, m.value) for m in metrics) == expected
+        assert all(
+            run.info.start_time - 1000 <= m.timestamp < 1000 * (time.time() + 1) for m in metrics
+        )
     # Not every store takes other numbers.
     again._write(7, {"loss": math.nan, "seconds": 1.0, "eval_loss": math.inf})
     last = {n: client.get_metric_history(run.info.run_id, n)[-1].step for n in ("loss", "seconds")}

@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -279,6 +280,18 @@ def test_on_a_cpu_what_is_computed_on_counts_beside_the_state():
     )
     # The C library keeps half as much again of what was freed.
     assert process.needed(700) == 1000 + (700 + 300) * 3 // 2
+
+
+def test_arrays_are_small_by_the_part_of_a_device():
+    """The C library keeps the memory of arrays below 32 MiB."""
+
+    def share(*slabs: tuple[int, int]) -> float:
+        rows = [SimpleNamespace(num_bytes=mib << 20, num_shards=shards) for mib, shards in slabs]
+        spec: Any = SimpleNamespace(layouts=[SimpleNamespace(slabs=rows)])
+        return host._small_share(spec)
+
+    assert share((32, 1), (31, 1), (1, 1)) == 0.5
+    assert share((64, 2), (60, 2), (4, 2)) == 0.5 == share((128, 4), (124, 4), (4, 1))
 
 
 def test_fewer_bytes_a_parameter_are_advised_where_they_may_be_enough():

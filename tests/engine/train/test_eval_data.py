@@ -105,6 +105,7 @@ def test_all_that_the_loss_can_compute_with_is_evaluated(form):
     result = fitted(eval_data=FORMS[form](batches))
     expected = result.trainer.evaluate(batches)["loss"]
     assert [record.get("eval_loss") for record in result.history] == [None, None, expected]
+    assert result.history.cut_off is None
 
 
 @pytest.mark.parametrize("as_list", [True, False])

@@ -512,7 +512,13 @@ def drawing(model: Any, batch: Any, rng: Any) -> jax.Array:
         (
             lambda: Backbone(),
             loss_fn,
-            {"precision": mt.Precision(compute=jnp.float32, sums="bfloat16")},
+            {"precision": mt.Precision(compute="float32", sums="bfloat16")},
+            False,
+        ),
+        (
+            lambda: Backbone(),
+            loss_fn,
+            {"precision": mt.Precision(compute="float32", state="bfloat16")},
             False,
         ),
         (

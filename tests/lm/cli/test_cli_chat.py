@@ -7,6 +7,7 @@ import shutil
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.lm.cli.chat import open_chat_model, sampling_of
+from megatrain_jax._src.lm.cli.chat import _converse, open_chat_model, sampling_of
 from megatrain_jax._src.lm.cli.main import main
 from megatrain_jax._src.lm.cli.plan_settings import ChatSettings
 from megatrain_jax._src.lm.common.adapter_layers import different_layers
@@ -166,6 +167,27 @@ def test_a_checkpoint_s_own_sampling_reaches_generation_in_jax(tmp_path):
     path.write_text(json.dumps({"do_sample": True, "eos_token_id": 1} | own))
     found = sampling_of(tmp_path, ChatSettings(model=str(tmp_path)))
     assert own.items() <= found.items()
+    # It says so by one field alone.
+    path.write_text(json.dumps(own))
+    found = sampling_of(tmp_path, ChatSettings(model=str(tmp_path)))
+    assert (own | {"temperature": 0.0}).items() <= found.items()
+
+
+@pytest.mark.parametrize("has_turns", [True, False])
+def test_images_belong_to_the_first_question_of_a_conversation(has_turns, monkeypatch):
+    asked = []
+
+    def answer(messages: Any) -> str:
+        asked.append(messages)
+        return "a cat"
+
+    image = {"type": "image", "image": "a.png"}
+    monkeypatch.setattr(sys, "stdin", io.StringIO("what\nwhere\n"))
+    _converse(SimpleNamespace(answer=answer, has_turns=has_turns), [], [image])  # type: ignore
+    contents = [[message["content"] for message in messages] for messages in asked]
+    first, alone = ([image, {"type": "text", "text": text}] for text in ("what", "where"))
+    # Without a template, each question is a text of its own.
+    assert contents == [[first], [first, "a cat", "where"] if has_turns else [alone]]
 
 
 @pytest.mark.parametrize("library", ["transformers", "jax"])

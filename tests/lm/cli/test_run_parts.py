@@ -3,6 +3,7 @@
 import json
 import re
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from chats import tokenizer
-from megatrain_jax import data, models
+from megatrain_jax import callbacks, data, models
 from megatrain_jax._src.lm.cli import grpo_command, reference, training_recipe
 from megatrain_jax._src.lm.cli.finetune import (
     chat_template,
@@ -23,7 +24,7 @@ from megatrain_jax._src.lm.cli.finetune import (
 from megatrain_jax._src.lm.cli.finetune_settings import OBJECTIVE_KINDS, FinetuneSettings
 from megatrain_jax._src.lm.cli.grpo_settings import GrpoSettings
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
-from megatrain_jax._src.lm.cli.run_report import ProgressLines
+from megatrain_jax._src.lm.cli.run_report import ProgressLines, make_logs, peak_memory
 from places import ROOT
 from tiny_sizes import tiny_decoder
 
@@ -95,6 +96,31 @@ def test_a_record_has_the_learning_rate_of_its_own_step(capsys):
     # The first step has the rate of 0 steps before it.
     assert record["learning_rate"] == 7
     assert "step 8/9, loss 1, learning rate 7," in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "kind"), [("wandb", "WandB"), ("trackio", "Trackio")])
+def test_what_the_user_says_of_a_log_counts_before_what_the_run_does(
+    name, kind, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(callbacks, kind, lambda **given: given)
+
+    def arguments(**own: Any) -> Any:
+        settings = FinetuneSettings(**GIVEN, logs=name, **({name: own} if own else {}))
+        (found,) = make_logs(settings, RunFolder(tmp_path / "run"), "1a")
+        return found
+
+    usual = arguments()
+    assert usual["resume"] == "allow" and any("1a" in str(value) for value in usual.values())
+    for given in usual:
+        assert arguments(**{given: "mine"}) == usual | {given: "mine"}
+
+
+def test_the_peak_of_host_memory_is_what_the_system_counts():
+    status = Path("/proc/self/status").read_text()
+    (kib,) = re.findall(r"VmHWM:\s*(\d+) kB", status)
+    found = peak_memory()["peak_host_gib"]
+    # A process begins with the peak of the one that has started it.
+    assert found is not None and 0.9 * int(kib) * 2**10 <= found * 2**30 < 2**44
 
 
 def test_a_chat_template_may_be_in_a_file(tmp_path):

@@ -403,7 +403,7 @@ def test_any_document_of_a_length_has_room_for_its_images(processor):
         assert (batch["pixel_values"][0] == expected["pixel_values"]).all()
 
 
-def test_documents_differ_by_their_images(processor):
+def test_documents_differ_by_their_images(processor, tmp_path):
     rows = [conversation([*own(picture(n)), "which digit"]) for n in range(6)]
     same = made(rows[:3], processor), made(rows[:2] + rows[3:4], processor)
     assert same[0].fingerprint != same[1].fingerprint
@@ -416,6 +416,12 @@ def test_documents_differ_by_their_images(processor):
         made([conversation([*own(x), "a"])], processor).fingerprint for x in (colours, other)
     ]
     assert made_of[0] != made_of[1]
+    # A file is known by its name and its size.
+    digests = set()
+    for colour in (picture(0), picture(0).quantize(4)):
+        colour.save(tmp_path / "a.png")
+        digests.add(made([conversation([*own(tmp_path / "a.png"), "a"])], processor).fingerprint)
+    assert len(digests) == 2
     twice = made([rows[0], rows[0]], processor)
     with refuses(ValueError, "two", "documents"):
         twice.split(0.5)

@@ -287,6 +287,10 @@ def test_an_answer_may_have_several_marks(tmp_path: Path):
     thinking = [messages[0], {"role": "assistant", "content": said[2]}]
     line = single(tmp_path, openai(thinking), template)
     assert learned_text(line) == "rain<|im_end|><|endoftext|>"
+    # A turn ends behind its last part alone.
+    options: Any = {"length": 64, "batch_size": 1, "progress": False}
+    dataset = data.chat([openai(thinking)], tokenizer(template), **options)
+    assert tokenizer().decode(dataset.end_tokens) == "<|endoftext|>"
 
 
 def test_tools_are_called_and_answer(tmp_path: Path):

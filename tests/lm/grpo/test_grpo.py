@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from scipy.special import log_softmax
 
 import megatrain_jax as mt
 from megatrain_jax import losses, models
@@ -463,15 +464,16 @@ def test_truncated_completions_count_as_in_the_plain_loss(loss_type: Any):
 
 
 class Table(models.Decoder):
-    """A decoder whose last hidden states are those of the token alone."""
+    """A decoder whose last hidden states are those of the token and its position alone."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
         self.config = models.DecoderConfig(**SIZES)
-        self.states, self.head = (jnp.asarray(rng.normal(size=(24, 16))) for _ in range(2))
+        arrays = (jnp.asarray(rng.normal(size=(24, 16))) for _ in range(3))
+        self.states, self.places, self.head = arrays
 
-    def hidden(self, tokens: Any, *_: Any, **__: Any) -> Any:
-        return self.states[tokens], None
+    def hidden(self, tokens: Any, positions: Any, *_: Any, **__: Any) -> Any:
+        return self.states[tokens] + self.places[positions], None
 
     def head_weight(self) -> Any:
         return self.head
@@ -491,12 +493,13 @@ def test_the_loss_of_packed_rows_in_microbatches_is_that_of_completions():
         completions.append(replace(made, **dict(zip(names, logs, strict=True))))
     advantages, table = rng.normal(size=4), Table()
     logs, old, mask = np.zeros((3, 4, 6))
-    capped = 3.0 * np.tanh(np.asarray(table.states) @ np.asarray(table.head).T / 3.0)
-    log_probs = np.asarray(jax.nn.log_softmax(jnp.asarray(capped / 0.9)))
+    states, places, head = map(np.asarray, (table.states, table.places, table.head))
     for i, one in enumerate(completions):
         ids = np.concatenate([one.prompt_ids, one.ids])
+        hidden = states[ids[:-1]] + places[: len(ids) - 1]
+        log_probs = log_softmax(3.0 * np.tanh(hidden @ head.T / 3.0) / 0.9, axis=-1)
         at = slice(0, len(one.ids))
-        logs[i, at] = log_probs[ids[:-1], ids[1:]][-len(one.ids) :]
+        logs[i, at] = log_probs[np.arange(len(ids) - 1), ids[1:]][-len(one.ids) :]
         old[i, at], mask[i, at] = one.tempered_log_probs, 1
     expected = jax.jit(losses.grpo)(logs, old, advantages, mask=mask)
     rows = [[0, 1], [2, 3]]

@@ -142,10 +142,14 @@ def question(text: str) -> list[dict[str, str]]:
 
 
 def completed(
-    questions: Sequence[str], room: int = ROOM, turns: int | None = None, count: int = 2
+    questions: Sequence[str],
+    room: int = ROOM,
+    turns: int | None = None,
+    count: int = 2,
+    texts: dict[str, list[str]] = TURNS,
 ) -> tuple[list[Completion], ToolUse, Any]:
     tokenizer = make_tokenizer()
-    use = ToolUse([add, divide], tokenizer, Written(tokenizer), turns)
+    use = ToolUse([add, divide], tokenizer, Written(tokenizer, texts), turns)
     rendered = [
         tokenizer.apply_chat_template(
             question(text), tools=use.schemas, add_generation_prompt=True, return_dict=True
@@ -258,15 +262,25 @@ def test_a_completion_without_room_ends_there(kind):
     assert one.messages is not None and len(one.messages) == (3 if kind == "in the answer" else 1)
 
 
-@pytest.mark.parametrize("room", [240, 260, 300, 420])
-def test_completions_have_the_same_room_beside_longer_ones(room):
-    questions = ["many", "one"]
-    alone = [completed([name], room=room, count=1)[0][0] for name in questions]
-    beside, *_ = completed(questions, room=room, count=1)
-    for one, other in zip(beside, alone, strict=True):
-        np.testing.assert_array_equal(one.ids, other.ids)
-        assert (one.finish, one.messages) == (other.finish, other.messages)
-    assert max(len(one.ids) for one in beside) <= room
+@pytest.mark.parametrize("seed", range(4))
+def test_completions_have_the_same_room_beside_others(seed):
+    """Whatever turns they have, and however many."""
+    rng = np.random.default_rng(seed)
+
+    def turn(rest: str) -> str:
+        return "a" * int(rng.integers(1, 60)) + rest
+
+    turns = {
+        name: [turn(call("add", a=1, b=2)) for _ in range(rng.integers(3))] + [turn("")]
+        for name in ("p", "q", "r")
+    }
+    for room in rng.integers(100, 400, 4).tolist():
+        alone = [completed([name], room=room, count=1, texts=turns)[0][0] for name in turns]
+        beside, *_ = completed([*turns], room=room, count=1, texts=turns)
+        for one, other in zip(beside, alone, strict=True):
+            np.testing.assert_array_equal(one.ids, other.ids)
+            assert (one.finish, one.messages) == (other.finish, other.messages)
+        assert max(len(one.ids) for one in beside) <= room
 
 
 def answers(text: str, tools: Sequence[Callable[..., Any]]) -> list[str]:

@@ -532,6 +532,9 @@ def test_a_plan_counts_the_bytes_that_are_read():
         name="small", device_bytes=math.ceil(budget / 0.9), device_share=1.0, **rates
     )
     assert models.Generator(run).plan(32, 10, small) == plan
+    # A budget holds for a larger card, too.
+    large = dataclasses.replace(small, device_bytes=2**40)
+    assert models.Generator(run, device_budget=budget).plan(32, 10, large) == plan
     # All weights stay if eight texts, or all, fit beside them.
     for number, wanted, stays in ((8, 20, True), (7, 20, False), (7, 7, True)):
         budget = GenerationMemory(open_source(run), None).needs(32, number, resident=True)

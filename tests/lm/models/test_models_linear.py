@@ -78,10 +78,11 @@ def test_chunks_give_what_the_definition_gives(length, starts, span_bytes):
         assert error <= 2e-6 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("start", [40, 64])  # within a chunk, and at the border of two
+# Within a chunk, at the border of two, and within a chunk that begins with a state.
+@pytest.mark.parametrize("start", [40, 64, 100])
 def test_a_document_sees_nothing_of_another_one(start):
-    q, k, v, log_decay, rate = arrays(1, 100)
-    args = (log_decay, rate, jnp.asarray(documents(1, 100, start, 90)))
+    q, k, v, log_decay, rate = arrays(1, 150, decay=0.05)  # so that nothing fades away
+    args = (log_decay, rate, jnp.asarray(documents(1, 150, start, 140)))
     changed = gated_delta_rule(q, k.at[:, :start].add(1.0), v.at[:, :start].set(1e4), *args)
     np.testing.assert_array_equal(gated_delta_rule(q, k, v, *args)[:, start:], changed[:, start:])
 

@@ -126,7 +126,7 @@ def _frozen_statistics(spec: RunSpec) -> list[str]:
     paths = spec.adapted.paths
     trained = [False] * len(paths)
     for leaf in spec.leaves:
-        trained[leaf.parameter] |= leaf.is_trainable
+        trained[leaf.parameter] = leaf.is_trainable
     names = []
     for path, old, new in zip(spec.adapted.variable_paths, before, after, strict=True):
         # In Linen, the name of a collection comes first.

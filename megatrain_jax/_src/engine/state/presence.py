@@ -44,7 +44,7 @@ class Clock:
         self.seconds, self._last = 0.0, time.monotonic()
 
     def tick(self) -> None:
-        """Counts the time since the last call, at most two seconds."""
+        """Counts the time since the last call, at most a second."""
         now = time.monotonic()
         self.seconds += min(now - self._last, EVERY_SECONDS)
         self._last = now
