@@ -115,6 +115,21 @@ def train_plain(
     return history, params
 
 
+def test_a_scale_stays_within_its_bounds(monkeypatch):
+    for name, value in {"_PERIOD": 2, "_LEAST": 1.0, "_MOST": 16.0}.items():
+        monkeypatch.setattr(step_kernels, name, value)
+    change = jax.jit(step_kernels.change().build())
+    found, expected, seen = (jnp.float32(4), jnp.int32(0)), (4.0, 0), set()
+    for ok in [False] * 5 + [True] * 14 + (np.random.default_rng(0).random(60) < 0.7).tolist():
+        found, (scale, good) = change(*found, ok), expected
+        expected = (scale, good + 1) if ok else (max(scale / 2, 1.0), 0)
+        if expected[1] == 2:
+            expected = min(2 * scale, 16.0), 0
+        assert tuple(map(float, found)) == expected
+        seen.add(expected[0])
+    assert seen == {1.0, 2.0, 4.0, 8.0, 16.0}
+
+
 @pytest.mark.by_default("adamw-options0")
 @pytest.mark.parametrize(
     ("name", "options"),

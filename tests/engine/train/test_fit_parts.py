@@ -280,13 +280,12 @@ def test_work_is_counted_in_tokens_or_examples():
 
 
 def test_history_is_saved_as_json_and_drawn(tmp_path: Any):
-    history = History(
-        [{"step": 1, "loss": 2.0}, {"step": 2, "loss": float("nan"), "eval_loss": 1.5}]
-    )
+    unknown = {"loss": float("nan"), "grad_norm": float("inf")}
+    history = History([{"step": 1, "loss": 2.0}, {"step": 2, **unknown, "eval_loss": 1.5}])
     history.save(tmp_path / "history.json")
     assert json.loads((tmp_path / "history.json").read_text()) == [
         {"step": 1, "loss": 2.0},
-        {"step": 2, "loss": None, "eval_loss": 1.5},
+        {"step": 2, "loss": None, "grad_norm": None, "eval_loss": 1.5},
     ]
     # A callback may add anything, and a checkpoint is not lost by it.
     added = {"step": 3, ("a", "b"): 1, "by": {("a", "b"): 1, "c": np.arange(2)}, "each": {1}}
