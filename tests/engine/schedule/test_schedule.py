@@ -1,5 +1,6 @@
 """Schedules of random workloads on a small machine that does what an engine does."""
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -9,6 +10,7 @@ import pytest
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.engine.schedule.clock import Clock
 from megatrain_jax._src.engine.schedule.instructions import Op
+from megatrain_jax._src.engine.schedule.memory_demand import least_of
 from megatrain_jax._src.engine.schedule.residency import Residency
 from megatrain_jax._src.engine.schedule.search import find_schedule, whole_schedule
 from megatrain_jax._src.engine.schedule.tasks import build_task_lists
@@ -209,3 +211,19 @@ def test_coming_to_rest_keeps_gradients_rather_than_state(room):
     # A gradient that leaves takes host memory of its own; state has its place there.
     left = {i.key.kind for i in flush if i.op in (Op.OFFLOAD, Op.RELEASE) and i.key}
     assert left and Kind.GRADIENT not in left
+
+
+@pytest.mark.parametrize(("seed", "budget"), [(207, 425), (222, 232), (248, 365)])
+def test_what_waits_on_the_device_while_it_comes_to_rest_fits_beside_what_that_needs(seed, budget):
+    workload = random_workload(seed)
+    schedule = find_schedule(workload, budget)
+    lists = build_task_lists(replace(workload, kept=schedule.kept))
+    steps = write_steps(lists, schedule.limit, schedule.resident)
+    left = {i.key for i in steps.flush.instructions if i.task == -1}
+    uses = [use.key for task in lists.flush for use in task.uses]
+    soon = set(itertools.takewhile(steps.end.present.__contains__, uses))
+    late = steps.end.present - left - soon
+    assert late and left
+    assert sum(map(lists.workload.size, late)) <= steps.limit - least_of(
+        lists.workload, lists.flush
+    )

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.lm.cli.chat import _converse, open_chat_model, sampling_of
+from megatrain_jax._src.lm.cli.chat import JaxChatModel, _converse, open_chat_model, sampling_of
 from megatrain_jax._src.lm.cli.main import main
 from megatrain_jax._src.lm.cli.plan_settings import ChatSettings
 from megatrain_jax._src.lm.common.adapter_layers import different_layers
@@ -171,6 +171,28 @@ def test_a_checkpoint_s_own_sampling_reaches_generation_in_jax(tmp_path):
     path.write_text(json.dumps(own))
     found = sampling_of(tmp_path, ChatSettings(model=str(tmp_path)))
     assert (own | {"temperature": 0.0}).items() <= found.items()
+    # What it leaves out is what Transformers takes for it, and the user's own word counts.
+    usual = {"min_p": 0.0} | transformers.GenerationConfig._get_default_generation_params()
+    path.write_text(json.dumps({"do_sample": True}))
+    for temperature in (None, 0.3):
+        settings = ChatSettings(model=str(tmp_path), temperature=temperature)
+        found = sampling_of(tmp_path, settings)
+        given = {} if temperature is None else {"temperature": temperature}
+        assert {name: found[name] for name in own} == {name: usual[name] for name in own} | given
+
+
+def test_characters_are_shown_when_they_are_whole(monkeypatch, capsys):
+    class Written:
+        def generate(self, prompts: Any, on_text: Any) -> Any:
+            for text in ("a", "a\ufffd", "a\u00e9 b", "a\u00e9 b\ufffd"):
+                on_text(0, 0, text)
+            return [SimpleNamespace(text="a\u00e9 b.")]
+
+    monkeypatch.setattr(JaxChatModel, "rendered", lambda self, messages: {"tokens": [1, 2]})
+    assert JaxChatModel(Written(), None, 3, {}, None).answer([]) == "a\u00e9 b."
+    assert capsys.readouterr().out == "a\u00e9 b.\n"
+    with refuses(ValueError, 2, "new chat"):  # without room for an answer
+        JaxChatModel(Written(), None, 2, {}, None).answer([])
 
 
 @pytest.mark.parametrize("has_turns", [True, False])

@@ -105,7 +105,8 @@ def test_what_the_user_says_of_a_log_counts_before_what_the_run_does(
     monkeypatch.setattr(callbacks, kind, lambda **given: given)
 
     def arguments(**own: Any) -> Any:
-        settings = FinetuneSettings(**GIVEN, logs=name, **({name: own} if own else {}))
+        options: dict[str, Any] = {"logs": name} | ({name: own} if own else {})
+        settings = FinetuneSettings(**GIVEN, **options)
         (found,) = make_logs(settings, RunFolder(tmp_path / "run"), "1a")
         return found
 
@@ -157,6 +158,25 @@ def test_a_report_has_null_for_what_is_not_finite(tmp_path):
     folder.finish({"history": [{"reward": float("nan"), "loss": 0.5}], "last": float("-inf")})
     found = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
     assert found == {"history": [{"reward": None, "loss": 0.5}], "last": None}
+
+
+def test_a_report_of_grpo_counts_completions_once_however_often_they_are_used(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(mt.History, "plot", lambda self: SimpleNamespace(savefig=str))
+    written = {"generation/seconds": 2.0, "generation/tokens_per_second": 100.0}
+    updates = [{"reward": 0.25} | written, {"reward": 0.25}, {"reward": 0.75} | written]
+    history = mt.History([row | {"training/seconds": 1.0} for row in updates])
+    plan = SimpleNamespace(num_parameters=7, microbatches=2)
+    trainer = SimpleNamespace(num_steps=3, plan=plan)
+    result: Any = SimpleNamespace(ended="done", reason="", trainer=trainer, history=history)
+    settings = GrpoSettings(**GIVEN, rewards="f.py:f", steps=3, export="never")
+    grpo_command._finish(settings, RunFolder(tmp_path), result)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["seconds"] == {"generation": 4.0, "training": 3.0}
+    assert report["completion_tokens_per_second"] == pytest.approx(400 / 7)
+    assert (report["first_reward"], report["last_reward"]) == (0.25, 0.75)
+    assert (report["steps"], report["microbatches"], report["num_parameters"]) == (3, 2, 7)
 
 
 def test_adapters_have_the_default_learning_rate_of_their_page():

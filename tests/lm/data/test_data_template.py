@@ -290,7 +290,7 @@ def test_an_answer_may_have_several_marks(tmp_path: Path):
     # A turn ends behind its last part alone.
     options: Any = {"length": 64, "batch_size": 1, "progress": False}
     dataset = data.chat([openai(thinking)], tokenizer(template), **options)
-    assert tokenizer().decode(dataset.end_tokens) == "<|endoftext|>"
+    assert tokenizer().decode([*dataset.end_tokens]) == "<|endoftext|>"
 
 
 def test_tools_are_called_and_answer(tmp_path: Path):
