@@ -294,11 +294,12 @@ def test_sizes_beyond_the_kernels_are_left_to_the_loop():
     assert not fits(tokens=120) and not fits(num=513) and not fits(dtype=jnp.float32)
     assert not fits(inside=160)  # padded to 256
 
-    def linear(key, value, dtype=jnp.bfloat16):
+    def linear(key, value, *channels, dtype=jnp.bfloat16):
         keys, values = shape(1, 64, 2, key, dtype=dtype), shape(1, 64, 4, value, dtype=dtype)
-        return delta_rule.fits(keys, keys, values)
+        return delta_rule.fits(keys, keys, values, shape(1, 64, 4, *channels))
 
-    assert linear(128, 64) and not linear(256, 64) and not linear(64, 64, jnp.float32)
+    assert linear(128, 64) and not linear(256, 64) and not linear(64, 64, dtype=jnp.float32)
+    assert not linear(128, 64, 128)  # a decay for each channel
 
 
 @pytest.mark.exhaustive

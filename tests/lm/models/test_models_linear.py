@@ -10,13 +10,16 @@ from megatrain_jax._src.lm.models.delta_rule import delta_rule_and_state, short_
 from megatrain_jax._src.lm.models.linear_attention import gated_delta_rule
 
 
-def arrays(rows: int, length: int, decay: float = 1.0):
-    """Queries, keys that are much alike, values, logarithms of decays, and rates."""
+def arrays(rows: int, length: int, *channels: int, decay: float = 1.0):
+    """Queries, keys that are much alike, values, logarithms of decays, and rates.
+
+    With 8 channels, each channel of keys has its own decay.
+    """
     rng = np.random.default_rng(0)
     q, k = (rng.normal(size=(rows, length, 2, 8)) for _ in range(2))
     k = k + 2 * rng.normal(size=(1, 1, 2, 8))
     v = rng.normal(size=(rows, length, 4, 6))
-    log_decay, rate = (rng.random((rows, length, 4)) for _ in range(2))
+    log_decay, rate = (rng.random((rows, length, 4, *more)) for more in (channels, ()))
     return [jnp.asarray(x, jnp.float32) for x in (q, k, v, -decay * log_decay, rate)]
 
 
@@ -34,7 +37,8 @@ def defined(q, k, v, log_decay, rate, starts):
 
     def step(state, token):
         q, k, v, log_decay, rate, start = token
-        state = jnp.where(start, 0.0, state * jnp.exp(log_decay)[..., None, None])
+        decay = jnp.exp(log_decay).reshape(*v.shape[:2], -1, 1)
+        state = jnp.where(start, 0.0, state * decay)
         wrong = v - jnp.einsum("bhk,bhkv->bhv", k, state)
         state = state + jnp.einsum("bhk,bhv->bhkv", k, wrong * rate[..., None])
         return state, jnp.einsum("bhk,bhkv->bhv", q / width**0.5, state)
@@ -46,6 +50,7 @@ def defined(q, k, v, log_decay, rate, starts):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("channels", [(), (8,)])
 @pytest.mark.parametrize(
     ("length", "starts", "span_bytes"),
     [
@@ -55,11 +60,11 @@ def defined(q, k, v, log_decay, rate, starts):
         (300, (64, 128, 150, 256, 257, 290), 2**14),
     ],
 )
-def test_chunks_give_what_the_definition_gives(length, starts, span_bytes):
+def test_chunks_give_what_the_definition_gives(length, starts, span_bytes, channels):
     def rule(*args):
         return delta_rule_and_state(*args, span_bytes=span_bytes)[0]
 
-    given = arrays(2, length)
+    given = arrays(2, length, *channels)
     weights = np.random.default_rng(1).normal(size=given[2].shape)
     segments = documents(2, length, *starts) if starts else None
     begins = np.isin(np.arange(length), (0, *starts))
@@ -78,10 +83,11 @@ def test_chunks_give_what_the_definition_gives(length, starts, span_bytes):
         assert error <= 2e-6 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("channels", [(), (8,)])
 # Within a chunk, at the border of two, and within a chunk that begins with a state.
 @pytest.mark.parametrize("start", [40, 64, 100])
-def test_a_document_sees_nothing_of_another_one(start):
-    q, k, v, log_decay, rate = arrays(1, 150, decay=0.05)  # so that nothing fades away
+def test_a_document_sees_nothing_of_another_one(start, channels):
+    q, k, v, log_decay, rate = arrays(1, 150, *channels, decay=0.05)  # so that nothing fades away
     args = (log_decay, rate, jnp.asarray(documents(1, 150, start, 140)))
     changed = gated_delta_rule(q, k.at[:, :start].add(1.0), v.at[:, :start].set(1e4), *args)
     np.testing.assert_array_equal(gated_delta_rule(q, k, v, *args)[:, start:], changed[:, start:])
@@ -132,15 +138,16 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
     assert 16384 * 4 * 6 <= long < 1.1 * 16384 * 4 * 6 and long < 4.2 * short
 
 
-def test_decays_between_tokens_are_as_exact_as_token_by_token():
+@pytest.mark.parametrize("channels", [(), (8,)])
+def test_decays_between_tokens_are_as_exact_as_token_by_token(channels):
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, 1, 64, 1, 8)).astype(np.float32)
     v = rng.normal(size=(1, 64, 2, 8)).astype(np.float32)
-    log_decay = -np.exp(rng.normal(size=(1, 64, 2)) + 1).astype(np.float32)
+    log_decay = -np.exp(rng.normal(size=(1, 64, 2, *channels)) + 1).astype(np.float32)
     state, expected = np.zeros((2, 8, 8)), np.zeros((64, 2, 8))
     for t in range(64):
         added = k[0, t, 0].astype(np.float64)[:, None] * v[0, t][:, None, :]
-        state = state * np.exp(log_decay[0, t].astype(np.float64))[:, None, None] + added
+        state = state * np.exp(log_decay[0, t].astype(np.float64)).reshape(2, -1, 1) + added
         expected[t] = q[0, t, 0] @ state
     q, k, v, log_decay = map(jnp.asarray, (q, k, v, log_decay))
     found = gated_delta_rule(q, k, v, log_decay, None)
@@ -148,9 +155,10 @@ def test_decays_between_tokens_are_as_exact_as_token_by_token():
     assert np.linalg.norm(found[0] - expected) <= 3e-7 * np.linalg.norm(expected)
 
 
-def test_gradients_of_decays_are_as_exact_as_their_own_size():
+@pytest.mark.parametrize("channels", [(), (8,)])
+def test_gradients_of_decays_are_as_exact_as_their_own_size(channels):
     rng = np.random.default_rng(0)
-    length, decays = 130, -np.exp(2 * rng.normal(size=(1, 130, 2))).astype(np.float32)
+    length, decays = 130, -np.exp(2 * rng.normal(size=(1, 130, 2, *channels))).astype(np.float32)
     q, k = rng.normal(size=(2, 1, length, 1, 8)).astype(np.float32)
     v, weights = rng.normal(size=(2, 1, length, 2, 8)).astype(np.float32)
 
@@ -161,10 +169,13 @@ def test_gradients_of_decays_are_as_exact_as_their_own_size():
     found = jax.jit(jax.grad(loss))(jnp.asarray(decays))
     wide = [x[0].astype(np.float64) for x in (q[:, :, 0], k[:, :, 0], v, weights, decays)]
     q, k, v, weights, log_decay = wide
+    log_decay = log_decay.reshape(length, 2, -1)  # one channel, or all
     sums = np.cumsum(log_decay, axis=0)
-    products = (q @ k.T)[..., None] * np.einsum("ihd,jhd->ijh", weights, v)
+    products = np.einsum("ic,jc->ijc", q, k) if channels else (q @ k.T)[..., None]
+    products = products[:, :, None] * np.einsum("ihd,jhd->ijh", weights, v)[..., None]
     products *= np.exp(np.minimum(sums[:, None] - sums, 0.0))
     expected = np.stack([products[s:, :s].sum((0, 1)) for s in range(length)])
+    found = found.reshape(1, length, 2, -1)
     # As the gradient of a factor of all decays weighs them: a large decay's is small by itself.
     error = np.abs(found[0] - expected) * -log_decay
     assert np.linalg.norm(error) <= 5e-7 * np.linalg.norm(expected * log_decay)

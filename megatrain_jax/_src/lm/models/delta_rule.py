@@ -16,6 +16,7 @@ factors again, so nothing but the operands is saved.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,11 +31,13 @@ from megatrain_jax._src.lm.models.past import Past
 _CHUNK = 64  # also of the kernels
 _BLOCK = 16
 # Backward recomputes the prepared chunks: it saves the state before each span of chunks, and holds
-# the intermediate values of one span, about twenty times these bytes.
+# the intermediate values of one span, about twenty times these bytes, and with a decay for each
+# channel about 36 times.
 SPAN_BYTES = 2**25
 Keys = Float[Array, "rows length key_heads key_dim"]
 Values = Float[Array, "rows length heads value_dim"]
 Numbers = Float[Array, "rows length heads"]
+Decays = Numbers | Float[Array, "rows length heads key_dim"]
 Segments = Integer[Array, "rows length"]
 State = Float[Array, "rows key_heads group key_dim value_dim"]
 
@@ -47,9 +50,9 @@ class _Chunk(NamedTuple):
         k: Keys (rows, key_heads, tokens, key_dim), normalised.
         v: Values (rows, key_heads, group, tokens, value_dim).
         log_decay: Logarithm of each token's decay factor for the state (rows, key_heads, group,
-            tokens).
-        rate: Fraction of a key's value that each token replaces, shaped like `log_decay`; None if
-            nothing is replaced.
+            tokens), or of the factors for each channel of keys (..., tokens, key_dim).
+        rate: Fraction of a key's value that each token replaces (rows, key_heads, group, tokens);
+            None if nothing is replaced.
         run: Number of each token's document, ascending (rows, tokens).
         before: Number of the document of the token before the chunk (rows,).
     """
@@ -73,7 +76,8 @@ class _Prepared(NamedTuple):
         read: Queries that read the state (..., tokens, key_dim).
         written: Keys under which values are written (..., tokens, key_dim).
         scores: Weights of the chunk's own values in its results (..., tokens, tokens).
-        kept: Factor by which the chunk decays the previous state (...).
+        kept: Factor by which the chunk decays the previous state, for all channels of keys or for
+            each (..., 1 or key_dim).
     """
 
     corrections: Array
@@ -90,7 +94,7 @@ def delta_rule_and_state(
     q: Keys,
     k: Keys,
     v: Values,
-    log_decay: Numbers,
+    log_decay: Decays,
     rate: Numbers | None,
     segments: Segments | None = None,
     *,
@@ -133,7 +137,7 @@ def delta_rule_and_state(
         q=split(q, -2),
         k=split(k, -2),
         v=split(v.reshape(*by_head, value_dim), -2),
-        log_decay=split(log_decay.reshape(by_head), -1),
+        log_decay=split(log_decay.reshape(*by_head, *log_decay.shape[3:]), 2 - log_decay.ndim),
         rate=None if rate is None else split(rate.reshape(by_head), -1),
         run=split(run, -1),
         before=jnp.moveaxis(before.reshape(rows, -1, span), 0, 2),
@@ -167,7 +171,7 @@ def _one_span(state: State, raw: _Chunk) -> tuple[State, Array]:
         if chunk.known is not None:
             values = values - chunk.known @ state
         out = chunk.read @ state + chunk.scores @ values
-        state = state * chunk.kept[..., None, None]
+        state = state * chunk.kept[..., None]
         return state + jnp.swapaxes(chunk.written, -1, -2) @ values, out.astype(dtype)
 
     return jax.lax.scan(step, state, prepared)
@@ -178,7 +182,7 @@ def one_token(
     q: Float[Array, "rows key_heads key_dim"],
     k: Float[Array, "rows key_heads key_dim"],
     v: Float[Array, "rows heads value_dim"],
-    log_decay: Float[Array, "rows heads"],
+    log_decay: Float[Array, "rows heads"] | Float[Array, "rows heads key_dim"],
     rate: Float[Array, "rows heads"] | None,
 ) -> tuple[Float[Array, "rows heads value_dim"], State]:
     """Returns the result of `gated_delta_rule` for one token, and the state after it.
@@ -197,7 +201,7 @@ def one_token(
     if rate is not None:
         q, k = _unit(q) / math.sqrt(q.shape[-1]), _unit(k)
     q, k = (x[:, :, None, None] for x in (q, k))
-    state = state * jnp.exp(log_decay).reshape(by_head)[..., None, None]
+    state = state * jnp.exp(log_decay).reshape(*by_head, -1, 1)
     values = v.astype(jnp.float32).reshape(*by_head, 1, value_dim)
     if rate is not None:
         rate = rate.astype(jnp.float32).reshape(by_head)[..., None, None]
@@ -219,28 +223,97 @@ def _prepare(chunk: _Chunk) -> _Prepared:
     the previous state stores for the key.
     """
     k = chunk.k
-    between, summed = _running_sums(chunk.log_decay)
     same = (chunk.run[..., :, None] == chunk.run[..., None, :])[..., None, None, :, :]
     seen = jnp.tril(jnp.ones(same.shape[-2:], bool)) & same
-    # The logarithm is masked, not the result, because it may be large where nothing is seen.
-    decay = jnp.exp(jnp.where(seen, between, -jnp.inf))
-    fading = jnp.exp(summed)[..., None]
     knows = (chunk.run == chunk.before[..., None])[..., None, None, :, None]
+    by_channel = chunk.log_decay.ndim == chunk.v.ndim
+    matches, fading, written = (_by_channel if by_channel else _by_head)(k, chunk.log_decay, seen)
     corrections, known = chunk.v, None
     if chunk.rate is not None:
         rate = chunk.rate[..., None]
-        alike = (k @ jnp.swapaxes(k, -1, -2))[..., None, :, :]
-        inverse = _inverse(jnp.tril(alike * decay * rate, -1))
+        inverse = _inverse(jnp.tril(matches(k) * rate, -1))
         corrections = inverse @ (chunk.v * rate)
         known = inverse @ (k[..., None, :, :] * jnp.where(knows, rate * fading, 0.0))
     return _Prepared(
         corrections=corrections,
         known=known,
         read=chunk.q[..., None, :, :] * jnp.where(knows, fading, 0.0),
-        written=k[..., None, :, :] * decay[..., -1, :, None],
-        scores=(chunk.q @ jnp.swapaxes(k, -1, -2))[..., None, :, :] * decay,
-        kept=jnp.where(knows[..., -1, 0], fading[..., -1, 0], 0.0),
+        written=written(),
+        scores=matches(chunk.q),
+        kept=jnp.where(knows[..., -1, :], fading[..., -1, :], 0.0),
     )
+
+
+Matches = Callable[[Float[Array, "*batch tokens key_dim"]], Float[Array, "*batch tokens tokens"]]
+
+
+def _by_head(
+    k: Float[Array, "*batch tokens key_dim"],
+    log_decay: Float[Array, "*batch group tokens"],
+    seen: Bool[Array, "*batch group tokens tokens"],
+) -> tuple[Matches, Array, Callable[[], Array]]:
+    """Returns a chunk's products with keys and its decays, for one decay factor per head.
+
+    Args:
+        k: Keys.
+        log_decay: Logarithm of each token's decay.
+        seen: Whether token j, the last axis, is before token i in its document, or is token i.
+
+    Returns:
+        A function from vectors like `k` to their products with the keys that they see, decayed from
+        token j to token i; the decays up to each token, (..., tokens, 1); and a function that
+        returns the keys, decayed from each token to the last one, 0 in other documents.
+    """
+    between, summed = _running_sums(log_decay)
+    # The logarithm is masked, not the result, because it may be large where nothing is seen.
+    decay = jnp.exp(jnp.where(seen, between, -jnp.inf))
+
+    def matches(x: Array) -> Array:
+        return (x @ jnp.swapaxes(k, -1, -2))[..., None, :, :] * decay
+
+    def written() -> Array:
+        return k[..., None, :, :] * decay[..., -1, :, None]
+
+    return matches, jnp.exp(summed)[..., None], written
+
+
+def _by_channel(
+    k: Float[Array, "*batch tokens key_dim"],
+    log_decay: Float[Array, "*batch group tokens key_dim"],
+    seen: Bool[Array, "*batch group tokens tokens"],
+) -> tuple[Matches, Array, Callable[[], Array]]:
+    """The same for one factor per channel of keys; decays have the shape (..., tokens, key_dim).
+
+    Each channel is decayed before the products sum the channels. In pairs of blocks of 1, 2, 4, ...
+    tokens, vectors of the second block are decayed from its start, and keys of the first one up to
+    its end, so that no factor is above 1, however strong the decay. Any two tokens are in the two
+    blocks of one such pair.
+    """
+    n, k = k.shape[-2], k[..., None, :, :]
+    sums = np.tri(n, dtype=np.float32), np.tri(n, k=-1, dtype=np.float32).T
+    fading, left = (jnp.exp(_exact(ones, log_decay)) for ones in sums)
+    sizes = [2**i for i in range((n - 1).bit_length())]
+    decays = [jnp.exp(_exact(_to_border(n, size), log_decay)) for size in sizes]
+
+    def matches(x: Array) -> Array:
+        x = x[..., None, :, :]
+        total = jnp.eye(n) * jnp.sum(x * k, axis=-1, keepdims=True)
+        for size, decay in zip(sizes, decays, strict=True):
+            product = (x * decay) @ jnp.swapaxes(k * decay, -1, -2)
+            total = jnp.where(_corners(n, size), product, total)
+        return jnp.where(seen, total, 0.0)
+
+    return matches, fading, lambda: jnp.where(seen[..., -1, :, None], k * left, 0.0)
+
+
+def _to_border(n: int, size: int) -> Float[np.ndarray, "n n"]:
+    """Returns 1 at [t, s] if s is between t and the border of the two blocks around t, else 0.
+
+    In a second block, that is up to t, and in a first one, after t.
+    """
+    t, s = np.ogrid[:n, :n]
+    second = t // size % 2 == 1
+    return ((t // size == s // size) & np.where(second, s <= t, s > t)).astype(np.float32)
 
 
 def _running_sums(
@@ -314,7 +387,8 @@ def _corners(n: int, size: int) -> Bool[Array, "n n"]:
 
 
 def _exact(
-    a: Float[Array, "*batch n m"], b: Float[Array, "*batch m l"] | Float[np.ndarray, "m l"]
+    a: Float[Array, "*batch n m"] | Float[np.ndarray, "n m"],
+    b: Float[Array, "*batch m l"] | Float[np.ndarray, "m l"],
 ) -> Float[Array, "*batch n l"]:
     # Rounding errors would be multiplied again and again.
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
@@ -368,11 +442,11 @@ _WIDTHS = (64, 128)
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
 
-def fits(q: Any, k: Any, v: Any) -> bool:
-    """Whether the kernels support queries, keys and values of these dtypes and widths."""
+def fits(q: Any, k: Any, v: Any, log_decay: Any) -> bool:
+    """Whether the kernels support operands of these dtypes and shapes: one decay per head."""
     widths = {k.shape[-1], v.shape[-1]}
     same = q.dtype == k.dtype == v.dtype and v.dtype in _DTYPES
-    return same and widths.issubset(_WIDTHS) and v.shape[1] > 0
+    return same and widths.issubset(_WIDTHS) and v.shape[1] > 0 and log_decay.ndim == 3
 
 
 @jax.custom_vjp

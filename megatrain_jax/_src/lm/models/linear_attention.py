@@ -2,6 +2,7 @@
 
 from megatrain_jax._src.lm.models import kernel_checks
 from megatrain_jax._src.lm.models.delta_rule import (
+    Decays,
     Keys,
     Numbers,
     Segments,
@@ -17,7 +18,7 @@ def gated_delta_rule(
     q: Keys,
     k: Keys,
     v: Values,
-    log_decay: Numbers,
+    log_decay: Decays,
     rate: Numbers | None,
     segments: Segments | Past | None = None,
 ) -> Values:
@@ -30,7 +31,8 @@ def gated_delta_rule(
         q: Queries; each query head serves heads / key_heads neighbouring value heads.
         k: Keys.
         v: Values.
-        log_decay: At most 0, in fp32.
+        log_decay: At most 0, in fp32; of a head's whole state, or of each channel of its keys
+            (https://arxiv.org/abs/2510.26692).
         rate: From 0 to 2. None for a sum without corrections, `S = exp(log_decay) S + k v`, of
             queries and keys as they are (Mamba-2, https://arxiv.org/abs/2405.21060).
         segments: The document of each token; each document starts with an empty state. None if each
@@ -41,6 +43,6 @@ def gated_delta_rule(
     """
     if isinstance(segments, Past):
         return segments.delta_rule(q, k, v, log_decay, rate)
-    if rate is not None and fits(q, k, v) and kernel_checks.has_delta_rule():
+    if rate is not None and fits(q, k, v, log_decay) and kernel_checks.has_delta_rule():
         return delta_rule(q, k, v, log_decay, rate, segments)
     return delta_rule_and_state(q, k, v, log_decay, rate, segments)[0]

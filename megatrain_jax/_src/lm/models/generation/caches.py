@@ -121,10 +121,13 @@ class PrefillPast(_CachingPast):
         self, q: Array, k: Array, v: Array, log_decay: Array, rate: Array | None
     ) -> Array:
         """See `Past`. Padding writes nothing and keeps the state."""
-        inside = (jnp.arange(q.shape[1]) < self._lengths[:, None])[..., None]
-        k, log_decay = jnp.where(inside[..., None], k, 0), jnp.where(inside, log_decay, 0)
-        rate = None if rate is None else jnp.where(inside, rate, 0)
-        out, state = delta_rule_and_state(q, k, v, log_decay, rate)
+        inside = jnp.arange(q.shape[1]) < self._lengths[:, None]
+
+        def kept(x: Array) -> Array:
+            return jnp.where(jnp.expand_dims(inside, range(2, x.ndim)), x, 0)
+
+        rate = None if rate is None else kept(rate)
+        out, state = delta_rule_and_state(q, kept(k), v, kept(log_decay), rate)
         self._keep(state=state)
         return out
 
