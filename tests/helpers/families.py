@@ -112,6 +112,9 @@ def file_name(name: str, model: Any) -> str:
         if model.config.layer_types[int(at[1])] == "linear_attention":
             name = name.replace("input_layernorm", "attention_layer_norm")
             name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+    if model.config.model_type == "kimi_linear":
+        name = re.sub(r"\.mlp\.(?=gate\b|experts|shared_experts)", ".block_sparse_moe.", name)
+        name = name.replace(".forget_gate.", ".")
     return name
 
 
@@ -120,7 +123,7 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
     found = {}
     mixtral = model.config.model_type in ("mixtral", "minimax_m2")
     stacked = ("gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe")
-    numbered = mixtral or model.config.model_type == "lfm2_moe"
+    numbered = mixtral or model.config.model_type in ("lfm2_moe", "kimi_linear")
     gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
     for name, array in arrays.items():
         if model.config.model_type in ("gemma3", "mistral3", "internvl"):
@@ -130,7 +133,7 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
             name = name.replace("model.language_model.", "model.").replace(
                 "model.visual.", "visual."
             )
-        if model.config.model_type == "olmo_hybrid":
+        if model.config.model_type in ("olmo_hybrid", "kimi_linear"):
             if name.endswith("conv1d.weight"):
                 for part, rows in zip("qkv", np.split(array, 3), strict=True):
                     found[name.replace("conv1d", f"{part}_conv1d")] = rows
@@ -182,6 +185,13 @@ def save(model: Any, folder: Path, dtype: Any = None, **options: Any) -> Path:
         linear = {name.partition(".linear_attn.")[0] for name in tensors}
         for name in [n for n in tensors if n.partition(f".{wrong}")[0] not in linear]:
             tensors[name.replace(wrong, "post_attention_layernorm")] = tensors.pop(name)
+        safetensors_torch.save_file(tensors, path, {"format": "pt"})
+    if model.config.model_type == "kimi_linear":
+        # The same: it writes the MLPs of layers without experts by the name of experts.
+        path = folder / "model.safetensors"
+        tensors = safetensors_torch.load_file(path)
+        wrong = r"\.block_sparse_moe\.(?=\w+_proj)"
+        tensors = {re.sub(wrong, ".mlp.", name): tensor for name, tensor in tensors.items()}
         safetensors_torch.save_file(tensors, path, {"format": "pt"})
     return folder
 

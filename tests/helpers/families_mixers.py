@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from family_options import BALANCED, LINEAR, MOE, SHARED
+from family_options import BALANCED, LATENT, LINEAR, MOE, SHARED
 
 _MAMBA = {
     "rms_norm_eps": 1e-3,
@@ -100,6 +100,27 @@ MIXERS: dict[str, tuple[str, dict[str, Any], int]] = {
             "linear_conv_kernel_dim": 3,
             "attention_bias": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        2,
+    ),
+    "kimi-linear": (
+        "KimiLinear",
+        LATENT
+        | {
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "linear_num_heads": 3,
+            "linear_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+            "num_experts": 6,
+            "num_experts_per_token": 2,
+            "num_shared_experts": 2,
+            "num_expert_group": 3,
+            "topk_group": 2,
+            "moe_renormalize": False,
+            "moe_intermediate_size": 16,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
         },
         2,
     ),

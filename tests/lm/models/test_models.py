@@ -83,6 +83,7 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         "afmoe",
         "nemotron-h",
         "olmo-hybrid",
+        "kimi-linear",
         "apertus",
         "deepseek-v2",
         "gemma4",

@@ -178,6 +178,19 @@ def test_an_olmo_hybrid_rotates_where_it_has_wavelengths():
         assert config == DecoderConfig.from_hf(as_transformers(values | rope))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_kimi_linear_has_layers_and_sizes_under_names_of_its_own():
+    values = PUBLISHED["moonshotai/Kimi-Linear-48B-A3B-Instruct"].config
+    usual = {"num_experts_per_tok": 3, "norm_topk_prob": False}
+    for given in (values, values | usual):
+        assert DecoderConfig.from_hf(given) == DecoderConfig.from_hf(as_transformers(given))
+    missing = {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}
+    with refuses(ValueError, "`full_attn_layers`", "`kda_layers`", 27):
+        DecoderConfig.from_hf(values | {"linear_attn_config": missing})
+    with refuses(ValueError, "use_full_rank_gate"):
+        DecoderConfig.from_hf(values | {"linear_attn_config": {"use_full_rank_gate": True}})
+
+
 def test_contradicting_numbers_of_experts_are_refused():
     values = SIZES | {"model_type": "qwen3_moe", "num_experts": 8}
     assert DecoderConfig.from_hf(values | {"num_local_experts": 8}) == DecoderConfig.from_hf(values)
@@ -236,6 +249,7 @@ _FULL: dict[str, dict[str, Any]] = {
     "exaone_moe": {},
     "afmoe": {},
     "olmo_hybrid": {},
+    "kimi_linear": {"num_key_value_heads": 32},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"] * 10},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 15},
     "deepseek_v2": {"num_experts_per_tok": 2, "num_key_value_heads": 32},
@@ -311,6 +325,7 @@ _UNREAD_BY = {
     "deepseek-v3-plain": "first_k_dense_replace head_dim moe_intermediate_size n_routed_experts "
     "n_shared_experts norm_topk_prob num_experts_per_tok",
     "exaone-moe": "first_k_dense_replace",
+    "kimi-linear": "head_dim model_max_length",
     "afmoe": "global_attn_every_n_layers",
     "llama4": "interleave_moe_layer_step router_aux_loss_coef",
     "granite4-dense": "intermediate_size num_experts_per_tok router_aux_loss_coef",

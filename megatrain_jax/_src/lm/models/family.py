@@ -42,8 +42,8 @@ class Family:
         always: Arguments of `DecoderConfig` for all models of the family.
         more: Function from the fields and the arguments of `DecoderConfig` so far to further ones.
         renames: Parts of parameter paths that differ in the files: from the part in the model, such
-            as `mlp`, to the part of a tensor's name, `block_sparse_moe`; an empty name drops the
-            part.
+            as `mlp` or `mlp.gate`, to the part of a tensor's name, `block_sparse_moe`; an empty
+            name drops the part. They are applied one after another.
         body: Prefix of all tensor names in the files, except the head's.
         head: Prefix of the head's tensor names.
         stacked: Whether the files also hold the experts of a layer as one tensor.

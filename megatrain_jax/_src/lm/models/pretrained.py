@@ -119,7 +119,10 @@ def _tensors_of(
     if vision is not None and path[0] == "vision":
         name = vision.tensor_name(tuple(map(str, path[1:])))
         return ParameterTensors(path=path, shape=shape, names=(name,), stacked=False)
-    parts = [name for part in map(str, path) if (name := family.renames.get(part, part))]
+    whole = f".{'.'.join(map(str, path))}."
+    for ours, files in family.renames.items():
+        whole = whole.replace(f".{ours}.", f".{files}." if files else ".")
+    parts = whole.strip(".").split(".")
     if parts[0] == "lm_head":
         parts = [family.head, *parts[1:]]
     elif parts[0] != "score":

@@ -240,7 +240,7 @@ DOTS1 = Family(
 )
 
 
-def _sparse_layers(fields: Fields, num_layers: int, first: int) -> tuple[int, ...]:
+def sparse_layers(fields: Fields, num_layers: int, first: int) -> tuple[int, ...]:
     """Returns the layers with experts by `mlp_layer_types`; by default from the `first` on."""
     known = {"dense": False, "sparse": True}
     kinds = ["dense" if i < first else "sparse" for i in range(num_layers)]
@@ -249,7 +249,7 @@ def _sparse_layers(fields: Fields, num_layers: int, first: int) -> tuple[int, ..
 
 def _exaone_moe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     num_layers, first = sizes["num_layers"], fields.integer("first_k_dense_replace", 1, least=0)
-    layers = _sparse_layers(fields, num_layers, first)
+    layers = sparse_layers(fields, num_layers, first)
     fields.neutral(is_moe_layer=[i in layers for i in range(num_layers)])
     experts = grouped_experts(
         fields,
@@ -394,7 +394,9 @@ class LatentAttention(nnx.Module):
         )
         self.o_proj = Linear(heads * sizes.value_dim, wide, make, bias=bias)
 
-    def __call__(self, x: HiddenStates, rotation: Rotation, segments: Segments) -> HiddenStates:
+    def __call__(
+        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
+    ) -> HiddenStates:
         """Computes attention within rows, or within documents if `segments` numbers them."""
         sizes, (rows, length, _) = self.sizes, x.shape
         if sizes.query_rank is None:
@@ -405,10 +407,12 @@ class LatentAttention(nnx.Module):
         q, q_rotated = jnp.split(q, [sizes.plain_dim], axis=-1)
         latent, k_rotated = jnp.split(self.kv_a_proj_with_mqa(x), [sizes.latent_rank], axis=-1)
         latent = self.kv_a_layernorm(latent)
-        q_rotated, k_rotated = (
-            rotate(y, rotation.cos_sin, interleaved=self.interleaved)
-            for y in (q_rotated, k_rotated[:, :, None])
-        )
+        k_rotated = k_rotated[:, :, None]
+        if rotation is not None:
+            q_rotated, k_rotated = (
+                rotate(y, rotation.cos_sin, interleaved=self.interleaved)
+                for y in (q_rotated, k_rotated)
+            )
         if isinstance(segments, Past):
             mixed = segments.attend_latent(self, q, q_rotated, latent, k_rotated)
         else:
@@ -443,16 +447,16 @@ def _latent_norm(dim: int, config: DecoderOptions, make: ParameterMaker) -> RMSN
     return norm
 
 
-def _latent_sizes(fields: Fields, **sizes: Any) -> dict[str, Any]:
+def latent_sizes(fields: Fields, **sizes: Any) -> dict[str, Any]:
     """Returns arguments of `hf_common.sizes`; the width of a head is that of its rotated part."""
     return {"head_dim": fields.integer("qk_rope_head_dim", 64), **sizes}
 
 
-def _latent(
+def latent_attention(
     fields: Fields,
     sizes: dict[str, Any],
     *,
-    query_rank: int = 1536,
+    query_rank: int | None = 1536,
     plain_dim: int = 128,
     value_dim: int = 128,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -500,7 +504,7 @@ def _scale(fields: Fields, dim: int) -> float:
 
 
 def _deepseek_v3(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
-    attention, options = _latent(fields, sizes)
+    attention, options = latent_attention(fields, sizes)
     experts = grouped_experts(
         fields,
         sizes,
@@ -522,7 +526,7 @@ DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     neutral={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     unread="ep_size aux_loss_alpha seq_aux pretraining_tp qk_head_dim",
-    sizes=partial(_latent_sizes, kv_heads=128),
+    sizes=partial(latent_sizes, kv_heads=128),
     rope=None,
     always={"attention": LatentAttention, "mixture": BiasedMixture},
     more=_deepseek_v3,
@@ -531,7 +535,9 @@ DEEPSEEK_V3 = Family(
 
 
 def _glm4_moe_lite(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
-    attention, options = _latent(fields, sizes, query_rank=768, plain_dim=192, value_dim=256)
+    attention, options = latent_attention(
+        fields, sizes, query_rank=768, plain_dim=192, value_dim=256
+    )
     # In Transformers, `head_dim` is another name of this field.
     fields.neutral(head_dim=options["rotated_dim"])
     experts = grouped_experts(
@@ -539,7 +545,7 @@ def _glm4_moe_lite(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         sizes,
         options=DeepseekOptions,
         per_token=4,
-        layers=_sparse_layers(fields, sizes["num_layers"], 1),
+        layers=sparse_layers(fields, sizes["num_layers"], 1),
         moe_intermediate_size=1536,
         n_routed_experts=64,
         routed_scaling_factor=1.8,
@@ -555,7 +561,7 @@ GLM4_MOE_LITE = Family(
     scorer=None,
     neutral={"topk_method": "noaux_tc", "first_k_dense_replace": 1},
     unread="pretraining_tp qk_head_dim",
-    sizes=partial(_latent_sizes, kv_heads=20, eps=1e-5),
+    sizes=partial(latent_sizes, kv_heads=20, eps=1e-5),
     rope=None,
     always=DEEPSEEK_V3.always,
     more=_glm4_moe_lite,
@@ -603,7 +609,7 @@ def _groups(fields: Fields, num: int) -> tuple[int, int]:
 
 
 def _deepseek_v2(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
-    attention, options = _latent(fields, sizes)
+    attention, options = latent_attention(fields, sizes)
     first = fields.integer("first_k_dense_replace", 0, least=0)
     experts = hf_common.experts(
         fields,
@@ -630,7 +636,7 @@ DEEPSEEK_V2 = Family(
     has_tagger=False,
     neutral={"moe_layer_freq": 1, "scoring_func": "softmax", "rope_interleave": True},
     unread=DEEPSEEK_V3.unread,
-    sizes=_latent_sizes,
+    sizes=latent_sizes,
     flags=ATTENTION_BIAS | MLP_BIAS,
     rope=None,
     always={"attention": LatentAttention, "mixture": ProbableMixture},

@@ -51,6 +51,7 @@ class LinearAttentionOptions:
         key_dim: Width of a head's queries and keys.
         value_dim: Width of a head's values.
         taps: Number of tokens the convolution sums, including the token itself.
+        signed: Whether rates are up to 2, so that a key's old value may return with the other sign.
     """
 
     layers: tuple[int, ...]
@@ -59,6 +60,7 @@ class LinearAttentionOptions:
     key_dim: int
     value_dim: int
     taps: int
+    signed: bool = False
 
     def __post_init__(self) -> None:
         """Checks the numbers of heads, as a configuration has them."""
@@ -101,18 +103,13 @@ class GatedNorm(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """Linear attention: a convolution of queries, keys and values, and the gated delta rule.
-
-    Attributes:
-        rate_scale: Factor of the rates.
-    """
-
-    rate_scale: float = 1.0
+    """Linear attention: a convolution of queries, keys and values, and the gated delta rule."""
 
     def __init__(self, config: DecoderOptions, make: ParameterMaker):
         """Makes the parameters."""
         sizes: LinearAttentionOptions = config.options
         self.sizes, self.activation = sizes, ACTIVATIONS[config.activation]
+        self.rate_scale = 2.0 if sizes.signed else 1.0
         self.key_size = sizes.key_heads * sizes.key_dim
         self.value_size = sizes.value_heads * sizes.value_dim
         self.make_projections(config.hidden_size, make)
@@ -157,7 +154,7 @@ class GatedDeltaNet(nnx.Module):
         mixed, z, b, a = self.project(x)
         mixed = self.activation(self.convolve(mixed, segments))
         q, k, v = jnp.split(mixed, [self.key_size, 2 * self.key_size], axis=-1)
-        steps = jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias[...])
+        steps = jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias[...].reshape(a.shape[2:]))
         y = gated_delta_rule(
             q.reshape(*both, sizes.key_heads, -1),
             k.reshape(*both, sizes.key_heads, -1),
@@ -203,14 +200,14 @@ class GatedAttention(Attention):
         return self.o_proj(mixed.reshape(*x.shape[:2], -1))
 
 
-_KINDS = {"linear_attention": True, "full_attention": False}
+LAYER_KINDS = {"linear_attention": True, "full_attention": False}
 
 
 def _qwen3_next(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     num_layers = sizes["num_layers"]
     step = fields.integer("full_attention_interval", 4)
-    types = [[*_KINDS][(i + 1) % step == 0] for i in range(num_layers)]
-    linear = hf_common.layers_of_kind(fields, "layer_types", _KINDS, types, num_layers)
+    types = [[*LAYER_KINDS][(i + 1) % step == 0] for i in range(num_layers)]
+    linear = hf_common.layers_of_kind(fields, "layer_types", LAYER_KINDS, types, num_layers)
     options = LinearAttentionOptions(
         layers=linear,
         key_heads=fields.integer("linear_num_key_heads", 16),
@@ -320,24 +317,8 @@ QWEN3_5_MOE = multimodal_family(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OlmoHybridOptions(LinearAttentionOptions):
-    """The sizes of linear attention, and what its rates are.
-
-    Attributes:
-        signed: Whether rates are up to 2, so that a key's old value may return with the other sign.
-    """
-
-    signed: bool
-
-
 class OlmoDeltaNet(GatedDeltaNet):
-    """Linear attention with a matrix for each product, and rates up to 2."""
-
-    def __init__(self, config: DecoderOptions, make: ParameterMaker):
-        """Makes the parameters."""
-        super().__init__(config, make)
-        self.rate_scale = 2.0 if config.options.signed else 1.0
+    """Linear attention with a matrix for each product."""
 
     def make_projections(self, wide: int, make: ParameterMaker) -> None:
         """Makes the matrices for `project`."""
@@ -398,9 +379,9 @@ def olmo_hybrid_layer(config: DecoderOptions, layer: int, make: ParameterMaker) 
 
 def _olmo_hybrid(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     num_layers = sizes["num_layers"]
-    types = [[*_KINDS][i % 4 == 3] for i in range(num_layers)]
+    types = [[*LAYER_KINDS][i % 4 == 3] for i in range(num_layers)]
     types = types if "full_attention" in types else [*types[:-1], "full_attention"]
-    linear = hf_common.layers_of_kind(fields, "layer_types", _KINDS, types, num_layers)
+    linear = hf_common.layers_of_kind(fields, "layer_types", LAYER_KINDS, types, num_layers)
     if not 0 < len(linear) < num_layers:
         raise ValueError("`layer_types` of an olmo_hybrid must have both kinds of layers")
     heads = [fields.integer(f"linear_num_{name}_heads", None) for name in ("key", "value")]
@@ -415,7 +396,7 @@ def _olmo_hybrid(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     return {
         "rope": hf_common.rope(fields, sizes["head_dim"], parameters=parameters),
         "unrotated": linear if rotates else tuple(range(num_layers)),
-        "options": OlmoHybridOptions(
+        "options": LinearAttentionOptions(
             layers=linear,
             key_heads=key_heads,
             value_heads=value_heads,
