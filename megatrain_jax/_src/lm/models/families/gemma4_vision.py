@@ -43,11 +43,11 @@ class Gemma4VisionConfig(VisionConfig):
     """The sizes of Gemma 4's vision part.
 
     Attributes:
-        others: The placeholders of media that aren't supported: a name by token.
-        pad: The token whose embeddings of layers placeholders have.
+        others: Placeholders of unsupported media: pairs of a token and what it stands for.
+        pad: The token whose embeddings of each layer the placeholders of images get.
         mutual: Whether the vectors of an image attend to each other in both directions, in layers
             with a window.
-        tokens_per_image: Vectors of an image at most, as released processors make them.
+        tokens_per_image: Vectors of an image at most, for plans; a processor may make others.
         hidden_size: Width of the hidden states.
         intermediate_size: Width inside an MLP.
         num_layers: Number of blocks.
