@@ -242,6 +242,10 @@ def test_files_are_mixed_by_their_weights(given, capsys):
     whole = read(FinetuneSettings(**settings))
     assert isinstance(whole.train, data.Dataset) and whole.train.num_documents == 80
     assert whole.held_out is None
+    # Epochs may end within a batch.
+    rows = whole.train.num_rows
+    read(FinetuneSettings(**settings | {"steps": None, "epochs": 1, "batch": rows - 1}))
+    assert tells(capsys.readouterr().out.splitlines()[-1], rows, "once")
 
 
 def test_steps_that_are_given_repeat_the_data_unless_epochs_are_given(given):
@@ -365,7 +369,8 @@ def test_damaged_files_of_a_run_are_named(name, tmp_path):
 @pytest.mark.parametrize("began", ["1 x", "-1", "3000000000", "1.5", "9" * 5000])
 def test_the_notes_of_a_run_are_checked(began, tmp_path):
     folder = RunFolder(tmp_path)
-    folder.take_note("began", "1 8")
+    for step in (8, 1, 8):
+        folder.begin_at(step)
     assert folder.began == [1, 8]
     folder.take_note("began", began)
     with pytest.raises(ValueError, match=str(tmp_path / "notes.json")):

@@ -132,7 +132,14 @@ COMMON = [
     option("data_cache", "tokens", At(place="read.cache", of=str, expected="tokens")),
     option("data_cache", "none", At(place="read.cache", of=str, expected="None")),
     option("held_out", 0.25, At(place="fit.eval_data", of=lambda files: files.share)),
-    option("held_out", 0, At(place="fit.eval_data", of=bool, expected=False)),
+    option(
+        "held_out",
+        0,
+        At(place="fit.eval_data", of=bool, expected=False),
+        # Averages can't be evaluated where nothing is.
+        At(place="fit.eval_params", expected="trained"),
+        ema_decay=0.75,
+    ),
     option(
         "eval_data",
         ["c.jsonl"],

@@ -106,9 +106,10 @@ def test_the_command_reads_and_uploads_by_names(
         export.pop("megatrain_export.json")
         assert uploaded.keys() == export.keys() and "model.safetensors" in export
         assert uploaded == export
-        # A finished run is uploaded once.
+        # A finished run is uploaded once to each repository.
         hub.accepts = False
         assert main([*command, "--push", "someone/mine"]) == 0
+        assert main([*command, "--push", "someone/second"]) == 1
         assert main([*command, "--data", CHATS, "--out", "other"]) == 2
         assert f"{CHATS}:train" in capsys.readouterr().err
         monkeypatch.delenv("HF_TOKEN")
