@@ -204,6 +204,8 @@ def test_pretraining_stops_early_and_exports_the_best_for_transformers(given, tm
     shutil.move(out / "model", tmp_path / "before")
     assert trained("pretrain", given, out, **settings) == 0
     assert "step " not in capsys.readouterr().out.partition("held out")[2].partition("best")[0]
+    how = "ended reason steps steps_asked_for exported_step".split()
+    assert [report_of(out)[name] for name in how] == [report[name] for name in how]
     before, after = (
         load_file(folder / "model.safetensors") for folder in (tmp_path / "before", out / "model")
     )

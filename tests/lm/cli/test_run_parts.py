@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +24,18 @@ from megatrain_jax._src.lm.cli.finetune import (
 )
 from megatrain_jax._src.lm.cli.finetune_settings import OBJECTIVE_KINDS, FinetuneSettings
 from megatrain_jax._src.lm.cli.grpo_settings import GrpoSettings
+from megatrain_jax._src.lm.cli.pretrain import sizes_of
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
-from megatrain_jax._src.lm.cli.run_report import ProgressLines, make_logs, peak_memory
+from megatrain_jax._src.lm.cli.run_report import (
+    ProgressLines,
+    make_logs,
+    peak_memory,
+    tell_interrupted,
+)
+from megatrain_jax._src.lm.cli.run_settings import PretrainSettings
+from messages import refuses, tells
 from places import ROOT
-from tiny_sizes import tiny_decoder
+from tiny_sizes import TINY, tiny_decoder
 
 GIVEN: dict[str, Any] = {"model": "m", "data": "d", "out": "o"}
 
@@ -41,6 +50,16 @@ def test_the_best_checkpoint_of_a_run_that_goes_on_stays(tmp_path):
     (folder.checkpoints / "4").rmdir()
     folder.begin(settings)
     assert not folder.best.exists()
+
+
+def test_data_may_change_until_the_first_checkpoint(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.take_note("data", "one")
+    folder.check_data("other")
+    (folder.checkpoints / "1").mkdir(parents=True)
+    folder.check_data("one")
+    with refuses(ValueError, "`data`", tmp_path):
+        folder.check_data("other")
 
 
 def test_shapes_of_a_plan_are_those_of_batches_but_for_the_number_of_answers():
@@ -114,6 +133,17 @@ def test_what_the_user_says_of_a_log_counts_before_what_the_run_does(
     assert usual["resume"] == "allow" and any("1a" in str(value) for value in usual.values())
     for given in usual:
         assert arguments(**{given: "mine"}) == usual | {given: "mine"}
+
+
+def test_mlflow_goes_on_with_its_own_run_unless_the_user_names_one(tmp_path, monkeypatch):
+    given: list[Any] = []
+    monkeypatch.setattr(callbacks.MLflow, "__init__", lambda log, run_id: given.append(run_id))
+    folder, settings = RunFolder(tmp_path), FinetuneSettings(**GIVEN, logs="mlflow")
+    make_logs(settings, folder, "1a")
+    folder.take_note("mlflow", "noted")
+    for own in (None, {"run_id": "mine"}):
+        make_logs(replace(settings, mlflow=own), folder, "1a")
+    assert given == [None, "noted", "mine"]
 
 
 def test_the_peak_of_host_memory_is_what_the_system_counts():
@@ -239,3 +269,31 @@ def test_a_tokenizer_renders_with_the_template_and_variables_of_the_settings():
     given = with_template(tokenizer(), "{{ word }} {{ messages[0].content }}", {"word": "the"})
     messages = [{"role": "user", "content": "cat"}]
     assert given.apply_chat_template(messages, tokenize=False) == "the cat"
+
+
+def test_a_new_models_sizes_hold_all_tokens_and_name_the_special_ones(tmp_path):
+    given = tokenizer()
+    given.save_pretrained(tmp_path)
+    most = max(given.get_vocab().values())
+    file = tmp_path / "sizes.json"
+    file.write_text(json.dumps(TINY | {"bos_token_id": most, "eos_token_id": most}))
+
+    def found(rows: int) -> dict[str, Any]:
+        common = GIVEN | {"model": str(file), "sizes": {"vocab_size": rows}, "steps": 1}
+        return json.loads(sizes_of(PretrainSettings(**common, tokenizer=str(tmp_path))).original)
+
+    sizes = found(most + 1)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert sizes[name] == getattr(given, name), name
+    with refuses(ValueError, "`tokenizer`", most, "`sizes`", most + 1):
+        found(most)
+
+
+def test_who_interrupts_a_run_is_told_whether_it_goes_on(capsys):
+    told: list[str] = []
+    for checkpoints in (True, False):
+        settings = FinetuneSettings(**GIVEN, checkpoints=checkpoints)
+        assert tell_interrupted(settings, 3, 7) == 130
+        told.append(capsys.readouterr().out)
+        assert tells(told[-1], 3, 7)
+    assert told[0] != told[1]
