@@ -18,7 +18,10 @@ import pytest
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine import start
 from megatrain_jax._src.engine.spec.disk import classes_of
-from megatrain_jax._src.engine.spec.rescheduled import with_state_on_disk
+from megatrain_jax._src.engine.spec.rescheduled import (
+    with_state_on_disk,
+    workload_with_recomputed_spans,
+)
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.state import drive
 from zoo_case import DIM, VOCAB, Case, cross_entropy
@@ -39,23 +42,40 @@ def _loss(params: Any, batch: Any) -> jax.Array:
 
 CASE = Case(name="residual", build=_build, loss_fn=_loss, blocks=4, templates=1)
 
-ALL = (Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.MASTERS)
+
+def _skipping_loss(params: Any, batch: Any) -> jax.Array:
+    first = x = params["embed"][batch["tokens"][:, :-1]]
+    for layer in params["layers"]:
+        x = x + jnp.tanh(x @ layer["w"] + layer["b"])
+    return cross_entropy((x + first) @ params["embed"].T, batch["tokens"][:, 1:])
 
 
-def parts_on_disk(spec: RunSpec, kinds: Collection[Kind]) -> dict[Key, int]:
+# The embedding waits for the head, also in an evaluation.
+SKIPPING = dataclasses.replace(CASE, name="skipping", loss_fn=_skipping_loss)
+
+ALL = (Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.MASTERS, Kind.ACTIVATION)
+
+
+def parts_on_disk(
+    spec: RunSpec, kinds: Collection[Kind], again: frozenset[int] = frozenset()
+) -> dict[Key, int]:
     """All parts of some kinds, with their classes."""
-    classes = [keys for keys in classes_of(spec) if keys[0].kind in kinds]
+    classes = [keys for keys in classes_of(spec, again) if keys[0].kind in kinds]
     return {key: number for number, keys in enumerate(classes) for key in keys}
 
 
 @contextmanager
-def state_on_disk(kinds: Collection[Kind] = ALL) -> Iterator[None]:
-    """Runs that start in this context have all parts of some kinds in their `disk_dir`."""
+def state_on_disk(kinds: Collection[Kind] = ALL, *, span: int = 1) -> Iterator[None]:
+    """Runs that start in this context have all parts of some kinds in their `disk_dir`.
+
+    Of each `span` blocks, all but one are computed again.
+    """
 
     def fitted(spec: RunSpec, *_: Any) -> RunSpec:
-        on_disk = parts_on_disk(spec, kinds)
+        again = workload_with_recomputed_spans(spec.first, span).again
+        on_disk = parts_on_disk(spec, kinds, again)
         assert on_disk
-        first = with_state_on_disk(spec.first, on_disk, frozenset(), spec.budget_bytes, math.inf)
+        first = with_state_on_disk(spec.first, on_disk, again, spec.budget_bytes, math.inf)
         return dataclasses.replace(spec, first=first, on_disk=on_disk)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -86,6 +86,7 @@ def make_trainer(
     compute: Any = jnp.float32,
     frozen: Any = None,
     products: Any = None,
+    precision: mt.Precision | None = None,
     sample: Any = None,
     **options: Any,
 ) -> mt.Trainer:
@@ -97,7 +98,7 @@ def make_trainer(
         case.batch(0) if sample is None else sample,
         microbatches=microbatches,
         device_budget=budget,
-        precision=mt.Precision(compute=compute, frozen=frozen, products=products),
+        precision=precision or mt.Precision(compute=compute, frozen=frozen, products=products),
         **options,
     )
 

@@ -52,6 +52,7 @@ from megatrain_jax._src.engine.runtime.fill import ReadAhead, fill_store, initia
 from megatrain_jax._src.engine.runtime.store import Store
 from megatrain_jax._src.engine.runtime.transfers import measured_rates
 from megatrain_jax._src.engine.spec.budget import fit_to_machine, fitted_and_compiled
+from megatrain_jax._src.engine.spec.disk import arrays_of
 from megatrain_jax._src.engine.spec.host import (
     agreed_host_budget,
     check_host,
@@ -436,7 +437,8 @@ def _started(run: Prepared, spec: RunSpec, phases: Phases) -> tuple[RunSpec, Eng
             if processes.is_first and found:
                 warn_of([_IN_MEMORY.format(str(found[0]))])
             drives = Drives(folders)
-            disk = Disk(drives, spec.layouts, spec.on_disk, placement, spec.first.gradient_dtypes)
+            parts = {key: arrays_of(spec, key) for key in spec.on_disk}
+            disk = Disk(drives, parts, spec.on_disk, placement)
         key = jax.random.key(spec.options.seed)
         store = Store(spec.layouts, placement, key, scaling, disk)
         fill_store(spec, store, kernels, initial, bar.update)
@@ -508,7 +510,8 @@ def _check(
     plan = make_plan(spec, count, here)
     check_device(plan, free, spec.first.program.values)
     if spec.on_disk:
-        check_space(spec.options.disk_folders, plan.disk_bytes * here // count)
+        num_bytes = spec.first.num_devices * sum(map(spec.first.workload.size, spec.on_disk))
+        check_space(spec.options.disk_folders, num_bytes * here // count)
 
 
 @contextlib.contextmanager

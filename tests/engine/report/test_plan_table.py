@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import megatrain_jax as mt
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.report.plan_table import BOUNDS
 from megatrain_jax._src.engine.report.table import seconds
@@ -148,7 +150,12 @@ def test_a_disk_has_rows_of_its_bytes_seconds_and_wear(together):
     assert has_row(text, [16 * GIB, 16 * GIB / 4e9, 17.2, 1000, 2, 1200])
     printed = [47e9, 8, 4] + [together / 1e9] * (together < math.inf)
     assert has_row(text, [*printed, 730e12])
-    assert "disk" not in str(big)
+    assert "disk" not in str(big) and not has_row(text, [2 * GIB])
+    key = Key(Kind.ACTIVATION, 0)
+    costs, sizes = SimpleNamespace(batch=0.0), {key: 2 * GIB}
+    workload: Any = SimpleNamespace(on_disk={key: 0}, size=sizes.__getitem__, costs=costs)
+    shown = {"hardware": machine, "disk_bytes": 64 * GIB, "workload": workload}
+    assert has_row(str(big_plan(**shown)), [2 * GIB])
 
 
 def test_a_trainer_without_a_gpu_says_what_it_planned(capfd):

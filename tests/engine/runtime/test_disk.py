@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import megatrain_jax as mt
-from disks import ALL, CASE, counted_reads, shuffled_disks, state_on_disk
+from disks import ALL, CASE, SKIPPING, counted_reads, shuffled_disks, state_on_disk
 from inside import spec_of, store_of
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.remembering import gc_paused
@@ -37,30 +37,41 @@ from megatrain_jax._src.engine.state.drive import Drives
 from messages import refuses, warns
 from optimizers import OPTIMIZERS
 from runs import check_each_continues_the_other, check_same_bits, make_trainer, train
+from zoo import CASES
+from zoo_case import Case
 
 
-def pair(folder: Path, kinds: Any = ALL, *, optimizer: str = "clip_adamw", **options: Any):
+def pair(
+    folder: Path,
+    kinds: Any = ALL,
+    *,
+    case: Case = CASE,
+    optimizer: str = "clip_adamw",
+    span: int = 1,
+    **options: Any,
+):
     """A trainer with its state in memory, and one with it on a disk."""
     options = {"budget": "minimum", **options}
-    memory = make_trainer(CASE, OPTIMIZERS[optimizer], **options)
-    with state_on_disk(kinds):
-        disk = make_trainer(CASE, OPTIMIZERS[optimizer], disk_dir=folder, **options)
+    memory = make_trainer(case, OPTIMIZERS[optimizer], **options)
+    with state_on_disk(kinds, span=span):
+        disk = make_trainer(case, OPTIMIZERS[optimizer], disk_dir=folder, **options)
     assert spec_of(disk).on_disk
     return memory, disk
 
 
-def check_alike(memory: mt.Trainer, disk: mt.Trainer, steps: int = 3) -> None:
+def check_alike(
+    memory: mt.Trainer, disk: mt.Trainer, steps: int = 3, batch: Any = CASE.batch
+) -> None:
     """Trains both, with an evaluation between, and compares everything."""
     for first in (0, steps):
-        batches = [CASE.batch(seed) for seed in range(first, first + steps)]
+        batches = [batch(seed) for seed in range(first, first + steps)]
         ours, theirs = (
             train(disk, batches, gradients=False),
             train(memory, batches, gradients=False),
         )
         assert ours.losses == theirs.losses
         check_same_bits((ours.params, ours.opt_state), (theirs.params, theirs.opt_state))
-        batch = CASE.batch(99)
-        assert disk.evaluate([batch]) == memory.evaluate([batch])
+        assert disk.evaluate([batch(99)]) == memory.evaluate([batch(99)])
 
 
 def check_slots_come_back(trainer: mt.Trainer) -> None:
@@ -70,10 +81,15 @@ def check_slots_come_back(trainer: mt.Trainer) -> None:
         assert disk._changed.wait_for(lambda: {*map(len, disk._free.values())} == {SLOTS}, 5)
 
 
-@pytest.mark.parametrize("kind", [Kind.OPTIMIZER_STATE, Kind.GRADIENT, Kind.MASTERS, None])
+@pytest.mark.parametrize("kind", [*ALL, None])
 def test_state_on_a_disk_trains_to_the_bits_of_memory(kind: Kind | None, tmp_path: Path):
-    check_alike(*pair(tmp_path, ALL if kind is None else [kind]))
+    kinds = ALL if kind is None else [kind]
+    memory, disk = pair(tmp_path, kinds)
+    check_alike(memory, disk)
     assert not list(tmp_path.iterdir()), "files have no name"
+    held: Any = store_of(disk).disk
+    # State is written once when it is made.
+    assert {key.kind for key, place in held._places.items() if place.version > 1} == {*kinds}
 
 
 @pytest.mark.parametrize(
@@ -84,11 +100,36 @@ def test_state_on_a_disk_trains_to_the_bits_of_memory(kind: Kind | None, tmp_pat
         {"frozen": "bfloat16", "trainable": "layers/[12]"},
         {"budget": "8MiB"},
         {"optimizer": "adamw_schedule", "compute": jnp.float16},
+        {"precision": mt.Precision.compact(sums="bfloat16"), "microbatches": 4, "waves": 2},
+        {"products": {"*": "float8"}, "optimizer": "lion"},
+        {"span": 3},
     ],
-    ids=["at once", "waves", "frozen", "resident", "float16"],
+    ids=["at once", "waves", "frozen", "resident", "float16", "compact", "float8", "again"],
 )
 def test_every_kind_of_step_works_from_a_disk(options: dict[str, Any], tmp_path: Path):
     check_alike(*pair(tmp_path, **options))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:in evaluations")
+@pytest.mark.parametrize("name", CASES)
+def test_every_model_trains_from_a_disk(name: str, tmp_path: Path):
+    case = CASES[name]
+    waves: Any = {"microbatches": 2, "waves": 2} if case.microbatches and not case.random else {}
+    check_alike(*pair(tmp_path, case=case, **waves), batch=case.batch)
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+def test_batches_of_another_shape_wait_in_memory(rows: int, tmp_path: Path):
+    def batch(seed: int) -> Any:
+        number = rows if seed % 2 else 8
+        return jax.tree.map(lambda x: np.resize(x, (number, *x.shape[1:])), CASE.batch(seed))
+
+    memory, disk = pair(tmp_path, [Kind.ACTIVATION], case=SKIPPING)
+    check_alike(memory, disk, batch=batch)
+    evaluation = spec_of(disk).bound_step(batch(99), train=False).schedule.evaluation
+    waiting = [row.key for row in evaluation if row.op is Op.OFFLOAD]
+    assert waiting, "an evaluation's values wait as well"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -216,8 +257,7 @@ def test_two_devices_share_a_disk(tmp_path: Path):
 def test_what_was_fetched_before_comes_before_what_is_fetched_next(tmp_path: Path):
     _, trainer = pair(tmp_path)
     disk: Any = store_of(trainer).disk
-    largest, _ = Counter(disk.classes.values()).most_common(1)[0]
-    first, *others = sorted(key for key, number in disk.classes.items() if number == largest)
+    first, *others = sorted(key for key in disk.classes if key.kind is Kind.MASTERS)
     assert others
     fetches = [Instruction(op=Op.FETCH, key=key) for key in others]
     disk.follow((), [Instruction(op=Op.FETCH, key=first)])
@@ -244,7 +284,7 @@ def test_no_memory_is_reused_while_it_is_copied_to(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Engine, "_pop_part", checked)
     for seed in range(2):
         trainer.read(trainer.step(CASE.batch(seed)))
-    groups = len({key.owner for key in disk.classes})
+    groups = len({key.owner for key in disk.classes if key.kind is Kind.MASTERS})
     assert consumed[Kind.MASTERS] == consumed[Kind.OPTIMIZER_STATE] == groups
     assert consumed[Kind.GRADIENT] == groups + 2, "the embedding's is added to by a backward"
 
@@ -312,7 +352,9 @@ def test_too_little_space_is_refused_before_memory_is_pinned(
     folders = [tmp_path / "first", tmp_path / "second" / "inside"]
     with state_on_disk(ALL):
         trainer = make_trainer(CASE, OPTIMIZERS["lion"], budget="minimum", disk_dir=folders)
-    each = trainer.plan.disk_bytes // len(folders)
+    spec = spec_of(trainer)
+    each = sum(map(spec.first.workload.size, spec.on_disk)) // len(folders)
+    assert each > trainer.plan.disk_bytes // len(folders), "activations take space, too"
     own = drive._free_bytes
 
     class PinningError(Exception):

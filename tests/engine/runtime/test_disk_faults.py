@@ -55,7 +55,8 @@ def fault(kind: str, at: float, rng: random.Random) -> Iterator[list[int]]:
         if kind == "unreadable" and len(offsets) == at:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if kind == "flipped" and len(offsets) == at:
-            where = rng.choice(offsets)
+            # Most of what was read before is written again before it is read.
+            where = rng.choice((offset, rng.choice(offsets)))
             with open(f"/proc/self/fd/{file}", "r+b", buffering=0) as plain:
                 (byte,) = os.pread(plain.fileno(), 1, where)
                 os.lseek(plain.fileno(), where, os.SEEK_SET)

@@ -16,14 +16,18 @@ from jax.sharding import AbstractMesh
 
 import megatrain_jax as mt
 from disks import ALL, parts_on_disk
-from megatrain_jax._src.common.keys import LASTING, Kind
+from megatrain_jax._src.common.keys import LASTING, PASSING, Kind
 from megatrain_jax._src.engine.options.options import MachineOptions, Options
+from megatrain_jax._src.engine.schedule.choices import Choice
 from megatrain_jax._src.engine.schedule.workload import SLOTS
 from megatrain_jax._src.engine.spec import host
 from megatrain_jax._src.engine.spec.costs import disk_link
 from megatrain_jax._src.engine.spec.disk import state_for_disks
 from megatrain_jax._src.engine.spec.host import fit_new_shape_to_host, fit_to_host
-from megatrain_jax._src.engine.spec.rescheduled import with_state_on_disk
+from megatrain_jax._src.engine.spec.rescheduled import (
+    with_state_on_disk,
+    workload_with_recomputed_spans,
+)
 from messages import refuses
 from runs import make_spec
 from zoo_case import Case
@@ -158,6 +162,46 @@ def test_blocks_are_computed_again_where_disks_are_not_enough():
     plan = _planned(18, rows=2**15)  # 12 GiB of inputs
     assert plan.fits and plan.disk_bytes > 0 and plan.num_again > 0
     assert _planned(24, rows=2**15).num_again == 0
+
+
+def test_activations_wait_on_fast_disks():
+    plan = _planned(18, rows=2**15, disk="40GB/s")
+    assert plan.fits and plan.num_again == 0 and plan.host_process_bytes <= 18 * 2**30
+    waiting = {key for key in plan.workload.on_disk if key.kind is Kind.ACTIVATION}
+    num_bytes = sum(map(plan.workload.size, waiting))
+    assert num_bytes > 6 * 2**30 and plan.host_activation_bytes > 0, "memory stays full"
+    assert plan.disk_written_bytes > plan.disk_bytes + num_bytes / 2
+    # On disks that are too slow for them, computing blocks again is faster.
+    slow = _planned(18, rows=2**15)
+    assert not any(key.kind is Kind.ACTIVATION for key in slow.workload.on_disk)
+
+
+def test_state_goes_to_disks_before_activations(spec: Any):
+    workload = spec.first.workload
+    everything = sum(size for row in workload.sizes for size in row.values())
+    kinds = [{k.kind for k in state_for_disks(spec, n) or {}} for n in (1, everything // 2)]
+    assert all(Kind.ACTIVATION not in found for found in kinds)
+
+
+def test_what_is_computed_again_does_not_wait_on_disks(spec: Any):
+    again = workload_with_recomputed_spans(spec.first, 2).again
+    dropped = {i for stage in again for i in spec.first.workload.makes[stage]}
+    waiting = {key.owner for key in parts_on_disk(spec, ALL, again) if key.kind in PASSING}
+    assert waiting and waiting == spec.first.workload.activations.keys() - dropped
+
+
+def test_what_may_stay_on_the_device_does_not_depend_on_activations_on_disks(spec: Any):
+    workload = spec.first.workload
+    waiting = {key: n for key, n in parts_on_disk(spec, ALL).items() if key.kind in PASSING}
+    units = Choice(step=dataclasses.replace(workload, on_disk=waiting)).units
+    assert waiting and units == Choice(step=workload).units
+
+
+def test_an_activation_with_the_number_of_a_frozen_group_is_written():
+    spec = make_spec(CASE, lambda _: CLIPPED, trainable="layers/(0|1|2|3|4|5)/")
+    keys = [key for key in parts_on_disk(spec, ALL) if key.kind is Kind.ACTIVATION]
+    assert {key.owner for key in keys} & spec.grouping.frozen
+    assert {spec.first.workload.slots(key) for key in keys} == {2 * SLOTS}
 
 
 def test_a_host_that_suffices_needs_no_disk():

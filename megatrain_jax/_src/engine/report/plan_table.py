@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatrain_jax._src.common.keys import LASTING
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.report.plan import Bound, Plan, Resource
 from megatrain_jax._src.engine.report.table import (
@@ -290,8 +291,13 @@ def _disk_cells(plan: Plan) -> list[list[str]]:
     each = " of each host" if plan.num_hosts > 1 else ""
     read, written = map(seconds, plan.seconds_disk or (None, None))
     worn = f"{plan.disk_written_bytes / 1e9:.3g} TB in 1,000 steps, where 2 TB drives endure 1,200"
+    workload, waiting = plan.workload, 0
+    if workload is not None:
+        passing = (key for key in workload.on_disk if key.kind not in LASTING)
+        waiting = plan.num_devices * sum(map(workload.size, passing))
     return [
         ["disk, state that rests there", size(plan.disk_bytes), ""],
+        *([["disk, values that wait there", size(waiting), ""]] if waiting else []),
         [f"from the disk{each}, a step", size(plan.disk_read_bytes), read],
         [
             f"to the disk{each}, a step",

@@ -1,5 +1,7 @@
 """The tier below the host: parts of groups that rest in files, and their way through memory.
 
+Activations that wait for the backward may do so there, too, and count as parts.
+
 A part is read into a *slot*, pinned arrays of its shapes, and copied to the device from there.
 Parts of equal shapes form a class and share two slots: one is read while the other is copied. Reads
 run ahead in the order in which the schedule fetches. After an update, a part comes to the host in
@@ -33,7 +35,6 @@ from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.workload import SLOTS
 from megatrain_jax._src.engine.state.drive import Drives, Range
 from megatrain_jax._src.engine.state.host_leaves import Resting, shards_here
-from megatrain_jax._src.engine.state.layout import GroupLayout
 from megatrain_jax._src.engine.state.placement import Placement
 from megatrain_jax._src.engine.state.pool import unfilled
 
@@ -117,19 +118,17 @@ class Disk:
     def __init__(
         self,
         drives: Drives,
-        layouts: Sequence[GroupLayout],
+        parts: Mapping[Key, tuple[jax.ShapeDtypeStruct, ...]],
         classes: Mapping[Key, int],
         placement: Placement,
-        gradients: Mapping[int, Any],
     ):
         """Takes the space on the drives, and the memory of the slots.
 
         Args:
             drives: The drives, with nothing placed on them.
-            layouts: Layout of each group's state.
+            parts: Shapes and dtypes of the arrays of each part.
             classes: The parts, each with the number of its class.
             placement: The run's devices.
-            gradients: Dtype of the gradient of each trained group.
 
         Raises:
             OSError: If a drive has too little space.
@@ -139,7 +138,7 @@ class Disk:
         self._places: dict[Key, _Place] = {}
         self._free: dict[int, list[Slabs]] = {}
         for key, number in sorted(classes.items()):
-            avals = layouts[key.owner].avals(key.kind, gradients.get(key.owner))
+            avals = parts[key]
             self._places[key] = _Place(avals=avals, ranges=[*map(self._ranges, avals)])
             if number not in self._free:
                 at_rest = placement.slabs_at_rest
@@ -193,7 +192,7 @@ class Disk:
 
         Args:
             fetched: The parts that were fetched before and have not been taken.
-            instructions: The instructions that come next.
+            instructions: The instructions of its parts that come next.
         """
         version = Counter({key: place.version for key, place in self._places.items()})
         with self._changed:
@@ -201,8 +200,7 @@ class Disk:
             for key in fetched:
                 self._order[self.classes[key]].append((key, version[key]))
             for row in instructions:
-                if row.key is None or row.key not in self._places:
-                    continue
+                assert row.key is not None
                 if row.op is Op.OFFLOAD:
                     version[row.key] += 1
                 elif row.op is Op.FETCH:

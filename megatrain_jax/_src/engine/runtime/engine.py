@@ -186,6 +186,7 @@ class Engine:
         if self._running is not None and self._running != schedule:
             self.flush()
         instructions = schedule.steady if self._running is not None else schedule.cold
+        self._transfers.on_disk = step.workload.on_disk
         self._transfers.follow(instructions, schedule.steady)
         self._wake()
         if self.optimizer.skips:
@@ -248,6 +249,7 @@ class Engine:
         """See `evaluate`; all state is at rest."""
         self._wake()
         try:
+            self._transfers.on_disk = step.workload.on_disk
             self._transfers.follow(step.schedule.evaluation)
             placement = self.store.placement
             evaluated = placement.put(np.uint32(number), placement.small_on_device)
@@ -611,7 +613,10 @@ def _reads(instruction: Instruction, live: LiveValues | None) -> Iterator[Key]:
     if instruction.op in (Op.UPDATE, Op.REDUCE):
         groups = (_known(instruction.group),)
     elif instruction.stage is not None and live is not None:
-        groups = live.step.stages[instruction.stage].groups
+        bound = live.step.stages[instruction.stage]
+        groups = bound.groups
+        for i in bound.stage.inputs:
+            yield Key(Kind.ACTIVATION, i)
     for group in groups:
         yield Key(Kind.MASTERS, group)
         yield Key(Kind.GRADIENT, group)

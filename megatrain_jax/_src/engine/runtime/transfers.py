@@ -31,7 +31,7 @@ once. In a round of copies the faster way ends first, so the slower one is alone
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 
@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
+from megatrain_jax._src.engine.runtime.disk import Disk
 from megatrain_jax._src.engine.runtime.store import Slabs, Store
 from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.state.placement import Placement
@@ -135,6 +136,10 @@ class Transfers:
         move(OFFLOAD, Key(MASTERS, 2), ...)     collected; gone from store.on_device
         dispatch()                              store.on_device[...4], store.host[...2] in flight
         wait_landed(task, Key(MASTERS, 2))      it is there, and the device's copy is freed
+
+    Attributes:
+        store: The store whose parts move between its tiers.
+        on_disk: The parts of the current step that rest on disks.
     """
 
     def __init__(self, store: Store):
@@ -144,12 +149,13 @@ class Transfers:
             store: The store whose parts move between its tiers.
         """
         self.store = store
+        self.on_disk: Container[Key] = ()
         self._streams = Streams(store.placement)
         # Offloads not waited for, by task: slabs that stay on the device until then, and their
         # copies, which are found unless they have been written to a disk.
         self._leaving: dict[tuple[int, Key], tuple[Slabs, Sequence[_Found]]] = {}
-        # Fetched parts that are still being read from disks, in order.
-        self._awaited: dict[Key, None] = {}
+        # Fetched parts that are still being read from disks, in order, with the rows of a FETCH.
+        self._awaited: dict[Key, Rows] = {}
 
     def move(self, op: Op, key: Key, task: int, rows: Rows) -> None:
         """Carries out a FETCH, OFFLOAD or RELEASE of a task."""
@@ -172,7 +178,9 @@ class Transfers:
     def follow(self, *lists: Sequence[Instruction]) -> None:
         """Reads ahead from disks in the order of the instructions that come next."""
         if self.store.disk is not None:
-            self.store.disk.follow(self._awaited, chain.from_iterable(lists))
+            rows = chain.from_iterable(lists)
+            of_disk = (x for x in rows if x.key is not None and x.key in self.on_disk)
+            self.store.disk.follow(self._awaited, of_disk)
 
     def bring(self, keys: Iterable[Key]) -> None:
         """Waits for those of some parts that are being read from disks, and copies them."""
@@ -205,31 +213,34 @@ class Transfers:
 
     def _bring(self, key: Key) -> None:
         """Collects the copies of a part from disks to the device; waits until it has been read."""
-        disk = self.store.disk
+        disk, rows = self.store.disk, self._awaited.pop(key)
         assert disk is not None
 
         def arrive(slabs: Slabs) -> None:
-            self.store.on_device[key] = slabs
+            self._arrive(key, slabs, rows)
             disk.copied(key, slabs)
 
         self._streams.to_device(disk.take(key), arrive)
-        del self._awaited[key]
 
     def _fetch(self, key: Key, rows: Rows) -> None:
-        if self.store.disk is not None and key in self.store.disk:
-            self._awaited[key] = None
+        if self._disk_of(key) is not None:
+            self._awaited[key] = rows
             return
-
-        def arrive(slabs: Slabs) -> None:
-            if key.kind is Kind.ACTIVATION:
-                for row, value in zip(rows, slabs, strict=True):
-                    row[key.owner] = value
-            else:
-                self.store.on_device[key] = slabs
-
         if key not in self.store.host:
             self.dispatch()  # its offload is only collected; dispatching puts it in the host
-        self._streams.to_device(self.store.host[key], arrive)
+        self._streams.to_device(self.store.host[key], lambda slabs: self._arrive(key, slabs, rows))
+
+    def _arrive(self, key: Key, slabs: Slabs, rows: Rows) -> None:
+        """Notes a part's arrays on the device, which may be in flight."""
+        if key.kind is Kind.ACTIVATION:
+            for row, value in zip(rows, slabs, strict=True):
+                row[key.owner] = value
+        else:
+            self.store.on_device[key] = slabs
+
+    def _disk_of(self, key: Key) -> Disk | None:
+        """Holds a part of the current step that rests on disks; None if it doesn't."""
+        return self.store.disk if key in self.on_disk else None
 
     def _offload(self, key: Key, source: Slabs, task: int) -> None:
         # Checkpoints read only masters and optimizer state; pending copies are dispatched first.
@@ -237,8 +248,7 @@ class Transfers:
             self.dispatch()  # waiting for a checkpoint may take long
             self.store.before_replacing(key.owner)
 
-        disk = self.store.disk if self.store.disk is not None and key in self.store.disk else None
-        if disk is not None:
+        if (disk := self._disk_of(key)) is not None:
             self.dispatch()  # what was only collected takes room, too
             disk.wait_for_room(key)
 

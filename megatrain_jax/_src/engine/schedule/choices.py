@@ -272,7 +272,7 @@ def _units(lists: TaskLists, masters_first: bool) -> list[tuple[Key, ...]]:
     blocks = spread_out(blocks) if masters_first else blocks
     groups = dict.fromkeys((*ends, *blocks, *range(len(workload.sizes))))
     if workload.on_disk:  # what stays on the device need not be read and written
-        on_disk = {key.owner for key in workload.on_disk}
+        on_disk = {key.owner for key in workload.on_disk if key.kind is not Kind.ACTIVATION}
         groups = dict.fromkeys(sorted(groups, key=lambda group: group not in on_disk))
     # Gradients that are made last are used first.
     last = workload.waves - 1

@@ -235,8 +235,12 @@ class Workload:
 
     def slots(self, key: Key) -> int:
         """Number of parts of a class that may be on their way to and from disks, by one of them."""
-        ways = 1 if key.owner in self.frozen else 2
+        ways = 1 if self.is_only_read(key) else 2
         return ways * SLOTS
+
+    def is_only_read(self, key: Key) -> bool:
+        """Whether a part is never written: the masters of a frozen group."""
+        return key.kind is Kind.MASTERS and key.owner in self.frozen
 
     @property
     def trained_groups(self) -> list[int]:

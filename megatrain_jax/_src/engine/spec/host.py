@@ -18,6 +18,8 @@ Example: 28 blocks with outputs of 3.8 GB each, 31 GB of state, and a host of 12
 
 All candidate blocks of a span run again only if fewer don't free enough. The last block never does,
 because its backward follows its forward at once.
+
+With disks, inputs may wait there as well, if that is faster; see `disk.py`.
 """
 
 import contextlib
@@ -29,6 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatrain_jax._src.common.host_memory import available_bytes, resident_bytes
+from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.schedule.memory_demand import least_bytes, most_that_fit
@@ -188,18 +191,23 @@ def rank(spec: RunSpec) -> tuple[tuple[int, int], float]:
 
 
 def fit_with_disk(spec: RunSpec, num_processes: int, processes_per_host: int) -> RunSpec | None:
-    """The run with as much state on disks as the host lacks memory; None if it never fits.
+    """The run with as much on disks as the host lacks memory; None if it never fits.
 
-    If that is not enough, because activations wait in memory, blocks are computed again, too.
+    If state is not enough, activations wait on disks, or blocks are computed again, or both.
     """
     process = host_process(spec, num_processes, processes_per_host)
     if process.usable_bytes is None or (process.most_bytes or 0) <= 0:
         return None
+    best = None
     for span in _SPANS:
         found = _on_disk_in_spans(spec, span, process, num_processes, processes_per_host)
-        if found is not None:
-            return found
-    return None
+        if found is None:
+            continue
+        best = min(best or found, found, key=rank)
+        # Further spans only compute more, unless they save copies of activations.
+        if not any(key.kind is Kind.ACTIVATION for key in found.on_disk):
+            break
+    return best
 
 
 def _on_disk_in_spans(
@@ -210,7 +218,7 @@ def _on_disk_in_spans(
     room = (process.most_bytes or 0) // process.num_devices
     lacking = max(1, _least_bytes_per_device(spec, whole) - room)
     for _ in range(_MOST_TRIALS):
-        on_disk = state_for_disks(spec, lacking)
+        on_disk = state_for_disks(spec, lacking, whole.again)
         if on_disk is None:
             return None
         workload = dataclasses.replace(whole, on_disk=on_disk)

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from megatrain_jax._src.common.keys import Key
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
 from megatrain_jax._src.engine.adapt.loss_function import EvalLoss, argument_of
@@ -215,6 +215,9 @@ class RunSpec:
             optimizer=self.optimizer,
         )
 
+        # The drives have space for the activations of the first step's shape alone.
+        on_disk = {k: n for k, n in self.on_disk.items() if k.kind is not Kind.ACTIVATION}
+
         def bound(waves: int) -> BoundStep:
             return bind_step(
                 (batch_key(batch), train, loss_fn),
@@ -226,7 +229,7 @@ class RunSpec:
                 host_room=self.host_room,
                 waves=waves,
                 training=train,
-                on_disk=self.on_disk,
+                on_disk=on_disk,
             )
 
         # An evaluation fetches all weights once if the device and the host have room for the

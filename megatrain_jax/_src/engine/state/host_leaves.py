@@ -149,7 +149,7 @@ def _shards_of(array: Held, num_shards: int) -> dict[int, np.ndarray]:
 
 
 def shards_here(array: jax.Array, num_shards: int) -> dict[int, jax.Array]:
-    """This process's shards of a flat array, by number, in order."""
-    size = max(1, array.size // num_shards)
+    """This process's shards of an array, divided along its first axis, by number, in order."""
+    size = max(1, array.shape[0] // num_shards)
     shards = {(s.index[0].start or 0) // size: s.data for s in array.addressable_shards}
     return {n: shards[n] for n in sorted(shards)}
