@@ -1,5 +1,6 @@
 """Losses that change the mesh they are traced in give what plain JAX gives, on one device."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -8,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import megatrain_jax as mt
+from inside import on_one_device
 from megatrain_jax._src.engine.state.placement import placed_on
+from megatrain_jax._src.engine.state.processes import Processes
 from messages import refuses
 from runs import check_close
 
@@ -240,3 +243,9 @@ def test_a_trainer_steps_within_any_mesh_as_outside(num_devices, kinds, tmp_path
     expected = run(first, tmp_path / "outside")
     with jax.set_mesh(around):
         jax.tree.map(np.testing.assert_array_equal, run(second, tmp_path / "within"), expected)
+
+
+def test_a_process_with_all_state_has_all_of_its_own_rows():
+    across = Mesh(np.array(jax.devices()[:1])[None], ("across", "data"))
+    own = dataclasses.replace(on_one_device(), processes=Processes(2, 1), across=across)
+    np.testing.assert_array_equal(own.part_here(jnp.arange(4)), range(4))

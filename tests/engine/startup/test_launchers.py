@@ -101,7 +101,6 @@ def test_each_launcher_tells_a_process_its_place():
         {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"},
         {"WORLD_SIZE": "2", "RANK": ""},
         {"NUM_PROCESSES": "2", "PROCESS_ID": "1"},
-        {"JAX_COORDINATOR_ADDRESS": "node0:1234"},
         {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
     ],
 )
@@ -154,6 +153,14 @@ def test_the_innermost_launcher_is_followed():
         (TORCHRUN | {"WORLD_SIZE": ""}, ("RANK=5", "WORLD_SIZE")),
         (TORCHRUN | {"WORLD_SIZE": "two"}, ("WORLD_SIZE=two",)),
         (TRAINER | {"JAX_PROCESS_ID": ""}, ("JAX_NUM_PROCESSES=2", "JAX_PROCESS_ID")),
+        ({"JAX_COORDINATOR_ADDRESS": "node0:1234"}, ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")),
+        (TRAINER | {"JAX_NUM_PROCESSES": ""}, ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES")),
+        (SKYPILOT | {"SKYPILOT_NODE_IPS": ""}, ("SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, ("SLURM_STEP_NUM_TASKS=3", "SLURM_STEP_NODELIST")),
+        (
+            {"COORDINATOR_ADDRESS": "node0", "NUM_PROCESSES": "2", "PROCESS_ID": "1"},
+            ("COORDINATOR_PORT", "NUM_PROCESSES=2"),
+        ),
         (TRAINER | {"JAX_COORDINATOR_ADDRESS": "run", "JAX_COORDINATOR_PORT": ""}, ("run",)),
         (SKYPILOT | {"SKYPILOT_NUM_NODES": "3"}, ("SKYPILOT_NUM_NODES=3", "SKYPILOT_NODE_IPS")),
         (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": ""}, ("OMPI_COMM_WORLD_SIZE=4", "MASTER_ADDR")),

@@ -76,6 +76,10 @@ def find_launch(given: Variables) -> Launch | None:
     given = {name: value for name, value in given.items() if value.strip()}
     found = [launch for read in _READERS if (launch := read(given)) is not None]
     if not found:
+        # Otherwise, each process would train alone.
+        for least, names in _TOGETHER:
+            if sum(name in given for name in names) >= least:
+                _require(given, *names)
         return None
     chosen, *around = found
     if chosen.launcher == _JAX:  # whoever sets these means them
@@ -200,6 +204,13 @@ def _by_kubernetes(given: Variables) -> Launch | None:
 
 _JAX, KUBERNETES = "JAX's variables", "Kubernetes"
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
+# Variables that mean nothing by themselves, if at least so many of them are there.
+_TOGETHER = (
+    (1, ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", _ADDRESS)),
+    (3, ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_PROCESSES", "PROCESS_ID")),
+    (1, ("SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")),
+    (1, ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")),
+)
 # From the innermost outwards.
 _READERS: tuple[Callable[[Variables], Launch | None], ...] = (
     _by_jax_variables,

@@ -235,7 +235,9 @@ class Placement:
     def part_here(self, x: jax.Array) -> np.ndarray:
         """This process's part of an array with a part per process, in order, on its first axis."""
         count, index = self.num_processes, self.processes.index
-        if count == 1 or x.is_fully_replicated:
+        if count == 1:
+            return jax.device_get(x)
+        if x.is_fully_replicated:
             rows = jax.device_get(x)
             size = len(rows) // count
             return rows[index * size : (index + 1) * size]

@@ -59,7 +59,8 @@ class PeerEndedError(RuntimeError):
     """Raised when another process of the run has ended or can't be reached.
 
     Attributes:
-        signal: Name of the signal that ended that process, such as "SIGTERM"; None after an error.
+        signal: Name of the signal that ended that process, such as "SIGTERM", or "StopTraining";
+            None after an error.
     """
 
     def __init__(self, message: str, signal: str | None = None):
@@ -96,7 +97,7 @@ class Processes:
         self.patience: float | None = PATIENCE_SECONDS
         self.status, self.saved, self.waited = 1, "", 0.0
         self.num_saves, self.is_alone = 0, False
-        self._sent = 0
+        self._sent, self._oldest = 0, 0  # messages; the block of the oldest one that is there
         self.presence = None if board is None else Presence(count, index, board)
         # Of several processes; a single one uses neither.
         self._board, self._peers = BoundedBoard(cast(Board, board)), cast(Presence, self.presence)
@@ -268,6 +269,7 @@ class Processes:
             began = time.perf_counter()
             folder = self._send(message)
             rows = self._received(folder, message["where"])
+            self._erase_older(int(folder.split("/")[-2]))
             self.waited += time.perf_counter() - began
         return [json.loads(rows[str(i)]) for i in range(self.count)]
 
@@ -280,12 +282,18 @@ class Processes:
             self._check(folder, message.get("where", "its end"), ())
             try:
                 self._board.write(f"{folder}/{self.index}", text)
-                # All have sent the first message of this block, so none reads an older block.
-                if number == 1 and block and self.is_first:
-                    self._board.erase(f"{_FOLDER}/{block - 1}")
                 return folder
             except ConnectionError:
                 time.sleep(_SHORTEST_WAIT)
+
+    def _erase_older(self, block: int) -> None:
+        """Deletes older blocks, since all have sent a message of this one and read no older one."""
+        while self.is_first and self._oldest < block:
+            try:
+                self._board.erase(f"{_FOLDER}/{self._oldest}")
+            except ConnectionError:
+                return  # the next exchange tries again
+            self._oldest += 1
 
     def _received(self, folder: str, where: str) -> dict[str, bytes]:
         """The messages of all processes."""

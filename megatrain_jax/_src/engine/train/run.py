@@ -39,7 +39,13 @@ from megatrain_jax._src.engine.runtime.watch import TERMINATED, Watch
 from megatrain_jax._src.engine.state.placement import device_count_text
 from megatrain_jax._src.engine.state.processes import PeerEndedError, Processes
 from megatrain_jax._src.engine.train.loop import Loop, is_unevaluated
-from megatrain_jax._src.engine.train.result import EMPTY, DataRanOutError, FitResult, result_of
+from megatrain_jax._src.engine.train.result import (
+    EMPTY,
+    DataRanOutError,
+    FitResult,
+    StopTraining,
+    result_of,
+)
 from megatrain_jax._src.engine.train.series import RunCheckpoints
 from megatrain_jax._src.engine.train.source import Prefetch, Source, is_state, joined_positions
 from megatrain_jax._src.engine.trainer import Trainer
@@ -264,20 +270,28 @@ def _tell_error(error: BaseException | None) -> None:
     tqdm.write(f"{type(error).__name__}: {error}{notes}", file=sys.stderr)
 
 
+# In place of a signal's name: a callback of another process has ended the run normally.
+_STOPPED = StopTraining.__name__
+
+
 def _tell_peers(error: BaseException, processes: Processes, signals: Signals) -> BaseException:
     """Tells all processes of an error; returns the error that this process ends with.
 
-    A signal that ended another process ends this one as if it had arrived here.
+    A signal or a `StopTraining` that ended another process ends this one as if it had come here.
     """
     if isinstance(error, PeerEndedError):
         if error.signal is None:
             return error
         signals.ending = True
+        if error.signal == _STOPPED:
+            return StopTraining(str(error))
         signals.note(signal.Signals[error.signal])
         return KeyboardInterrupt()
     ended_by = None
     if signals.has_received:
         ended_by = "SIGTERM" if signals.terminates else "SIGINT"
+    elif isinstance(error, StopTraining):
+        ended_by = _STOPPED
     elif isinstance(error, KeyboardInterrupt):
         ended_by = "SIGINT"
     if isinstance(error, jax.errors.JaxRuntimeError):
