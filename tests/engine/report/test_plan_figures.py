@@ -1,5 +1,6 @@
 """Every figure of a plan's table, against numbers worked out by hand."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from megatrain_jax._src.engine.spec.host import check_host, fit_to_host
 from megatrain_jax._src.engine.startup import allocator
 from megatrain_jax._src.engine.state import pool
 from megatrain_jax._src.engine.state.hardware import Hardware
-from messages import refuses
+from messages import refuses, tells
 from plans import GIB, SGD, big_plan, layers_spec
 from quantities import has_row
 
@@ -192,3 +193,11 @@ def test_flops_of_an_update_are_those_of_plain_optax():
     # But for the few operations on numbers of all groups.
     more = plain(CLIPPING) - plain(SGD)
     assert planned(CLIPPING) - planned(SGD) == pytest.approx(more, abs=20) and more > 2 * 640
+
+
+def test_a_network_without_a_rate_has_no_seconds():
+    free = replace(PLAN, hardware=replace(ROUND, network_bytes_per_s=math.inf))
+    told = [re.search(r"network to each host.*", str(plan)) for plan in (PLAN, free)]
+    assert told[0] and told[1]
+    assert re.search(r"\d s\b", told[0][0])
+    assert tells(told[1][0], "`network`") and not re.search(r"\d s\b", told[1][0])

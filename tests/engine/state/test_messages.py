@@ -74,7 +74,16 @@ def test_what_differs_in_any_process_is_named():
         board.answers = dict(enumerate(rows, 1))
         with pytest.raises(ValueError) as raised:
             processes_of(board, 3).agree("the beginning", lambda: same)
-        assert tells(str(raised.value), "b") and "a, " not in str(raised.value)
+        number = 1 + peers.index(other)
+        assert tells(str(raised.value), "b", f"process {number}", "(3, not 2)")
+        assert not tells(str(raised.value), "a of")
+
+
+def test_long_values_are_compared_but_not_shown():
+    board = FakeBoard({1: lambda own: {"where": own["where"], "value": {"text": "#0"}}})
+    with pytest.raises(ValueError) as raised:
+        processes_of(board).agree("the beginning", lambda: {"text": "x" * 1000})
+    assert tells(str(raised.value), "text", "process 1") and "xx" not in str(raised.value)
 
 
 def test_a_process_that_leaves_waits_for_nobody_and_the_next_message_is_another_one():
@@ -701,6 +710,14 @@ def test_after_an_error_of_any_process_none_waits_for_jaxs_end(
         "": "process 1" if peer_failed else "peer",
     }
     assert named[own] in text and bool(text) == (own != "raised")
+
+
+def test_peers_are_told_by_which_error_a_script_ends(monkeypatch):
+    processes = processes_of(FakeBoard(), 2, 1)
+    processes._signs = cast(Any, SimpleNamespace(join=lambda seconds: None))
+    monkeypatch.setattr(sys, "last_value", ValueError("a wrong\nvalue"), raising=False)
+    processes._wait_for_end_of_peers()
+    assert present(processes).why == "ValueError: a wrong value"
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -336,7 +336,10 @@ def _shared_cells(plan: Plan) -> list[list[str]]:
         cells.append(["from other devices, a step", exchanged, seconds(plan.seconds_collectives)])
     if plan.num_hosts > 1 or plan.num_copies > 1:
         received = size(plan.network_bytes)
-        cells.append(["network to each host, a step", received, seconds(plan.seconds_network)])
+        told = seconds(plan.seconds_network)
+        if plan.hardware and plan.hardware.network_bytes_per_s == math.inf:
+            told = "counted as no time, as `network` is not given"
+        cells.append(["network to each host, a step", received, told])
     if plan.seconds_host and plan.num_devices > 1:
         passed = size(plan.bytes_through_host)
         cells.append(["host memory, all transfers, a step", passed, seconds(plan.seconds_host)])

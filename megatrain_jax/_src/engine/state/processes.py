@@ -53,6 +53,9 @@ _LAST_SIGN_SECONDS = 2.0
 # interrupts it, and it leaves with its reason.
 _LATE_SECONDS = 15.0
 PATIENCE_SECONDS = 600.0
+# Characters of a value that a message may show, and of an error; and values that it lists.
+_SHORT, _LONGEST_ERROR, _MOST_TOLD = 60, 300, 8
+_HASHED = "#"
 
 
 class PeerEndedError(RuntimeError):
@@ -164,15 +167,24 @@ class Processes:
                 in a run of one process.
 
         Raises:
-            ValueError: If values differ; lists their names.
+            ValueError: If values differ; lists their names, with those that are short.
         """
         if self.count == 1:
             return
-        # Values may be long, such as the text of a jaxpr; 64 bits of a hash suffice to compare.
-        digests = {k: hashlib.sha256(repr(v).encode()).hexdigest()[:16] for k, v in facts().items()}
+        digests = {name: _digest(value) for name, value in facts().items()}
         first, *others = self.gather(where, digests)
-        if names := [k for k in digests if any(row[k] != first[k] for row in others)]:
-            raise ValueError(f"{', '.join(names)} must be the same in each process, but differ")
+        differing = [
+            f"{name} of process {i}{_differs(first[name], row[name])}"
+            for name in digests
+            for i, row in enumerate(others, 1)
+            if row[name] != first[name]
+        ]
+        if differing:
+            more = f" and {len(differing) - _MOST_TOLD} more" if len(differing) > _MOST_TOLD else ""
+            raise ValueError(
+                "what differs from process 0 must be the same in each process: "
+                f"{', '.join(differing[:_MOST_TOLD])}{more}"
+            )
 
     def leave(self, why: str, signal: str | None = None) -> None:
         """Tells the peers that this process has to end; waits for none of them.
@@ -429,7 +441,7 @@ class Processes:
         """Waits until all peers that show signs of life have left; not long after an error."""
         presence = self._peers
         presence.gone, presence.failed = True, self._has_failed
-        presence.why = self._unreachable or why
+        presence.why = self._unreachable or why or _error_of_script()
         self._changed.set()
         while presence.has_peers and not self._has_failed:
             time.sleep(_LOOK_SECONDS)
@@ -450,6 +462,25 @@ class Processes:
         """Whether the peers can't be reached, or the script has not come to its own end."""
         is_cut_off = self._is_held or getattr(sys, "last_value", None) is not None
         return self._unreachable is not None or is_cut_off
+
+
+def _digest(value: Any) -> str:
+    """A value to compare: its text or, since that may be that of a jaxpr, 64 bits of its hash."""
+    text = repr(value)
+    return text if len(text) <= _SHORT else _HASHED + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _differs(first: str, other: str) -> str:
+    """Two values that differ, for a message; "" if one is known by its hash alone."""
+    return "" if _HASHED in (first[0], other[0]) else f" ({other}, not {first})"
+
+
+def _error_of_script() -> str:
+    """The error that ends this process's script, in one line; "" if there is none."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_ERROR]
 
 
 def _end_children() -> None:
