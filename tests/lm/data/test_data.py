@@ -305,6 +305,26 @@ def test_documents_that_only_begin_alike_are_split(tmp_path: Path):
     assert [side.num_documents for side in dataset.split(0.5)] == [5, 5]
 
 
+@pytest.mark.parametrize(("fraction", "number"), [(0.01, 1), (0.3, 3), (0.99, 9)])
+def test_the_end_of_a_single_document_is_held_out(tmp_path: Path, fraction: float, number: int):
+    turns = [one for part in conversations(9) for one in part]
+    messages = [one for one in turns if one["role"] != "system"]
+    path = write(tmp_path / "a.jsonl", [openai(messages)])
+    length = -(-load(path, length=4096, train_on="all").num_tokens // 10)
+    dataset = load(path, length=length, batch_size=1, too_long="split", train_on="all")
+
+    def tokens(side: Any) -> list[int]:
+        return np.concatenate([b["tokens"][b["segments"] > 0] for b in side]).tolist()
+
+    unshuffled = load(
+        path, length=length, batch_size=1, too_long="split", train_on="all", shuffle=False
+    )
+    whole, (train, held_out) = tokens(unshuffled), dataset.split(fraction)
+    assert (train.num_rows, held_out.num_rows) == (10 - number, number)
+    assert tokens(held_out) == whole[-held_out.num_tokens :]
+    assert sorted(tokens(train) + tokens(held_out)) == sorted(whole)
+
+
 def test_a_split_that_makes_no_sense_is_named(tmp_path: Path):
     rows = [openai(conversations(1)[0])] * 2
     dataset = load(write(tmp_path / "a.jsonl", rows))

@@ -336,7 +336,7 @@ class TrainingSettings(RunSettings):
         workers: Threads that build batches ahead.
         data_cache: Folder that keeps tokenised data for later starts, or none; default:
             megatrain_jax/tokens in the user's cache folder.
-        held_out: Fraction of the documents in the evaluation set; 0 for none.
+        held_out: Fraction of the documents, or of a single one, in the evaluation set; 0 for none.
         eval_data: Files to evaluate on, instead of documents split off from data.
         length: Tokens of a row, into which documents are packed.
         batch: Rows per step.

@@ -75,7 +75,7 @@ class Dataset:
         summary: Summary,
         options: DatasetOptions,
         chat_template: str | None = None,
-        documents: Any = None,
+        chosen: np.ndarray | None = None,
     ):
         """Makes a dataset from a corpus that `chat`, `preferences` or `text` has read.
 
@@ -84,17 +84,15 @@ class Dataset:
             summary: Summary of the rows that the whole corpus was made from.
             options: Options for making batches.
             chat_template: The Jinja template that rendered conversations.
-            documents: Indices of the corpus's documents to use; None for all.
+            chosen: Indices of the corpus's pieces of documents to use; None for all.
         """
         self.summary = summary
         self.chat_template = chat_template
         self._corpus = corpus
         self.options = options
-        if documents is None:
-            self._chosen = np.arange(len(corpus.unit_starts), dtype=np.int32)
-        else:
-            kept = np.isin(corpus.unit_documents, documents)
-            self._chosen = np.flatnonzero(kept).astype(np.int32)
+        if chosen is None:
+            chosen = np.arange(len(corpus.unit_starts), dtype=np.int32)
+        self._chosen = chosen
 
     @property
     def kind(self) -> tuple[str, ...]:
@@ -161,11 +159,12 @@ class Dataset:
     def split(self, fraction: float, seed: int = 0) -> tuple["Dataset", "Dataset"]:
         """Splits off an evaluation set, drawn by a seed.
 
-        All pieces of a document go to the same side, and so do documents with equal tokens. Both
-        sides share the tokens in memory.
+        All pieces of a document go to the same side, and so do documents with equal tokens. Of a
+        single document, the last pieces are held out. Both sides share the tokens in memory.
 
         Args:
-            fraction: Fraction of the documents to hold out; each side gets at least one document.
+            fraction: Fraction of the documents, or of one document's pieces, to hold out; each side
+                gets at least one.
             seed: Seed of the draw.
 
         Returns:
@@ -174,26 +173,32 @@ class Dataset:
 
         Raises:
             TypeError: If an argument has a wrong type.
-            ValueError: If `fraction` is not between 0 and 1, or there are no two different
-                documents.
+            ValueError: If `fraction` is not between 0 and 1, or there is only one document, in one
+                piece, or several equal ones.
         """
         checks.integer("seed", seed, least=0)
         checks.number("fraction", fraction, above=0, below=1)
-        documents, groups = self._groups()
-        if groups.max() == 0:
+        (documents, groups), chosen = self._groups(), self._chosen
+        if len(documents) == 1 < len(chosen):
+            number = min(math.ceil(fraction * len(chosen)), len(chosen) - 1)
+            held = np.arange(len(chosen)) >= len(chosen) - number
+        elif groups.max() == 0:
             raise ValueError(
-                "there are no two different documents to split (a .txt file is one document)"
+                "there are no two different documents to split, nor one that is longer than a row "
+                "(a .txt file is one document)"
             )
-        order = np.random.default_rng([seed, len(documents)]).permutation(groups.max() + 1)
-        sizes = np.cumsum(np.bincount(groups)[order])
-        # Groups in their drawn order until the fraction is reached; one always stays for training.
-        num_groups = 1 + int(np.searchsorted(sizes, fraction * len(documents), "left"))
-        held = np.isin(groups, order[: min(num_groups, len(order) - 1)])
+        else:
+            order = np.random.default_rng([seed, len(documents)]).permutation(groups.max() + 1)
+            sizes = np.cumsum(np.bincount(groups)[order])
+            # Groups in their drawn order until the fraction is reached; one stays for training.
+            num_groups = 1 + int(np.searchsorted(sizes, fraction * len(documents), "left"))
+            drawn = np.isin(groups, order[: min(num_groups, len(order) - 1)])
+            held = np.isin(self._corpus.unit_documents[chosen], documents[drawn])
         options = replace(self.options, shuffle=False, epochs=1)
         shared = (self._corpus, self.summary)
         return (
-            Dataset(*shared, self.options, self.chat_template, documents[~held]),
-            Dataset(*shared, options, self.chat_template, documents[held]),
+            Dataset(*shared, self.options, self.chat_template, chosen[~held]),
+            Dataset(*shared, options, self.chat_template, chosen[held]),
         )
 
     def _groups(self) -> tuple[np.ndarray, np.ndarray]:
