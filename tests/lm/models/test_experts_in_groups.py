@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ def test_training_by_groups_agrees_with_plain_jax(seed, monkeypatch):
     case = decoder(2 * num, per_token, tokens, plain_loss)
     name = str(rng.choice(["clip_adamw", "adamw_schedule", "adafactor"]))
     only(monkeypatch, BlockSplit(1), BlockSplit(*[(3, 2), (5, 4)][int(rng.integers(2))]))
-    options = {"microbatches": int(rng.choice([1, 2]))}
+    options: dict[str, Any] = {"microbatches": int(rng.choice([1, 2]))}
     make = OPTIMIZERS[name]
     # Refused with all experts at once.
     budget = least_of(make_spec(case, make, **options)) - 1
