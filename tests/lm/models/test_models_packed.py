@@ -126,6 +126,7 @@ def test_one_scale_of_a_packed_weight_is_that_of_all_numbers(tmp_path):
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format"),
         ("gptq", {"bits": 5}, "bits"),
         ("gptq", {"bits": True}, "bits"),
+        ("gptq", {"bits": 4.0}, "bits"),
         ("gptq", {"group_size": 0}, "group_size"),
         ("gptq", {"group_size": 8}, NAME),
         ("awq", {"version": "gemv"}, "version"),

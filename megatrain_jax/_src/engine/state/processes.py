@@ -281,7 +281,7 @@ class Processes:
             began = time.perf_counter()
             folder = self._send(message)
             rows = self._received(folder, message["where"])
-            self._erase_older(int(folder.split("/")[-2]))
+            self._erase_older()
             self.waited += time.perf_counter() - began
         return [json.loads(rows[str(i)]) for i in range(self.count)]
 
@@ -298,9 +298,9 @@ class Processes:
             except ConnectionError:
                 time.sleep(_SHORTEST_WAIT)
 
-    def _erase_older(self, block: int) -> None:
-        """Deletes older blocks, since all have sent a message of this one and read no older one."""
-        while self.is_first and self._oldest < block:
+    def _erase_older(self) -> None:
+        """Deletes the blocks before that of the newest message, once all have sent theirs."""
+        while self.is_first and self._oldest < (self._sent - 1) // _BLOCK:
             try:
                 self._board.erase(f"{_FOLDER}/{self._oldest}")
             except ConnectionError:

@@ -270,6 +270,6 @@ def _integer(name: str, given: Any, least: int, most: int) -> int:
 
 
 def _check_known(name: str, given: Any, known: tuple[Any, ...]) -> None:
-    if given not in known or isinstance(given, bool):
+    if type(given) is not type(known[0]) or given not in known:
         allowed = " or ".join(map(repr, known))
         raise ValueError(checks.refused(f"{name}` of `quantization_config", allowed, given))
