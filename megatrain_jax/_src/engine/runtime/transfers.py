@@ -239,7 +239,7 @@ class Transfers:
             self.store.on_device[key] = slabs
 
     def _disk_of(self, key: Key) -> Disk | None:
-        """Holds a part of the current step that rests on disks; None if it doesn't."""
+        """The disks, if a part of the current step rests on them; None otherwise."""
         return self.store.disk if key in self.on_disk else None
 
     def _offload(self, key: Key, source: Slabs, task: int) -> None:

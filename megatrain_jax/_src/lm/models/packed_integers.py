@@ -202,7 +202,7 @@ def _decoded(
     Args:
         words: Its codes, as stored.
         scales: Its scales, as stored.
-        *more: The zeros and the group of each input, those that are `there`.
+        *more: The zeros and the group of each input, as far as they are `there`.
         name: Its name.
         form: How the tensors store it.
         shape: Its shape.

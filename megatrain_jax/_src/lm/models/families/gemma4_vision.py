@@ -1,9 +1,9 @@
 """The vision part of Gemma 4: images of any size, each as patches with their places.
 
-An image is resized so that its patches nearly fill a budget, which is the same for all images.
-Means over squares of patches become vectors, so their number depends on the image's shape.
-Attributes are named as in checkpoints, except `blocks`, which are `encoder.layers` there, and the
-modules `tower` and `projector`, which are `vision_tower` and `embed_vision`.
+An image is resized so that its patches nearly fill a budget, the same for all images. The mean
+over each square of patches becomes a vector, so the number of vectors depends on the image's shape.
+Attributes are named as in checkpoints, except `blocks` (`encoder.layers` in checkpoints), `tower`
+(`vision_tower`) and `projector` (`embed_vision`).
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ class Gemma4VisionConfig(VisionConfig):
     """The sizes of Gemma 4's vision part.
 
     Attributes:
-        others: Placeholders of unsupported media: pairs of a token and what it stands for.
+        others: Placeholders of unsupported media: pairs of a token and the name of its medium.
         pad: The token whose embeddings of each layer the placeholders of images get.
         mutual: Whether the vectors of an image attend to each other in both directions, in layers
             with a window.
@@ -380,7 +380,7 @@ class Tower(nnx.Module):
     def __call__(
         self, patches: Float[Array, "images patches numbers"], places: Places
     ) -> Float[Array, "images squares width"]:
-        """Returns the vectors of each image, row by row, and behind them those of no square."""
+        """Returns the vectors of each image, row by row, followed by unused vectors."""
         inside, at = jnp.all(places >= 0, axis=-1), jnp.maximum(places, 0)
         x = self.patch_embedder(patches, at)
         rope = Rope(dim=self.config.head_dim // 2, base=self.config.theta)
