@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.typing import DTypeLike
 
 ModelPath = tuple[str | int, ...]
@@ -27,6 +28,11 @@ def finds(pattern: str, name: str) -> bool:
     if re.search(r"[\\^$.|?*+()[\]{}]", pattern):
         return re.search(pattern, name) is not None
     return f"/{pattern.strip('/')}/" in f"/{name}/"
+
+
+def may_train(leaf: Any) -> bool:
+    """Whether a leaf may be trained: all but those made by `nnx.Param(x, trainable=False)`."""
+    return not isinstance(leaf, nnx.Variable) or leaf.get_metadata().get("trainable", True)
 
 
 def module_path(path: ModelPath) -> ModelPath:

@@ -138,8 +138,9 @@ class Trainer(ExplainedAttributes):
                 ``"layers/.*/(q|v)_proj"``, is an expression, which is searched for in the path as
                 text. A filter is a type such as `nnx.LoRAParam`, `nnx.Not(...)`, or a predicate of
                 path and variable. Any of a list may choose a parameter. Predicates return Booleans.
-                Frozen parameters have neither gradients nor optimizer state and are only copied to
-                the device, in `precision.frozen` if that is given; the optimizer sees
+                A parameter made by ``nnx.Param(x, trainable=False)`` is never trained. Frozen
+                parameters have neither gradients nor optimizer state and are only copied to the
+                device, in `precision.frozen` if that is given; the optimizer sees
                 `optax.MaskedNode` in their place. Running statistics, as of BatchNorm, are no
                 parameters: those of frozen modules change too, unless these are in evaluation mode:
                 `model.backbone.eval()` in NNX, `use_running_average=True` in Linen.

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -347,6 +348,35 @@ def test_a_choice_of_all_parameters_is_said():
 def test_choices_without_a_clear_answer_are_refused(bad, kind, named):
     with pytest.raises(kind, match=named):
         plan_of(bad)
+
+
+class Marked(nnx.Module):
+    """A product of two vectors, of which one is never trained."""
+
+    def __init__(self):
+        self.free = nnx.Param(jnp.arange(1.0, 5.0))
+        self.fixed = nnx.Param(jnp.arange(2.0, 6.0), trainable=False)
+
+
+def test_what_a_model_marks_is_not_trained():
+    def loss(model, batch):
+        return ((batch["x"] * model.free[...] * model.fixed[...]) ** 2).mean()
+
+    made = (lambda: Marked()), loss, optax.adamw(0.1, weight_decay=0.1), ADAPTED_BATCH
+    free, fixed = Marked().free[...], Marked().fixed[...]
+
+    def plain(free):
+        return ((ADAPTED_BATCH["x"] * free * fixed) ** 2).mean()
+
+    updates: Any = made[2].update(jax.grad(plain)(free), made[2].init(free), free)[0]
+    trainer = mt.Trainer(*made)
+    trainer.step(ADAPTED_BATCH)
+    np.testing.assert_allclose(trainer.params["free"][...], free + updates, rtol=1e-6)
+    np.testing.assert_array_equal(trainer.params["fixed"][...], fixed)
+    for trainable in (None, "fixed|free", nnx.Param):
+        assert mt.plan(*made, trainable=trainable).num_frozen == 4
+    with refuses(ValueError, "trainable"):
+        mt.plan(*made, trainable="fixed")
 
 
 def test_filters_of_types_choose_nothing_in_a_tree_of_arrays():

@@ -117,7 +117,7 @@ def trainable_mask(trainable: Any, params: Any) -> tuple[bool, ...]:
     Args:
         trainable: a pattern that `finds` a parameter's path, a predicate of the path as text, a
             filter of `flax.nnx`, a tuple of these of which any may choose a parameter, or None for
-            all.
+            all. Never chosen are those that the model marks, `nnx.Param(x, trainable=False)`.
         params: the tree of all parameters, with shapes in place of arrays.
 
     Raises:
@@ -125,16 +125,18 @@ def trainable_mask(trainable: Any, params: Any) -> tuple[bool, ...]:
         ValueError: it, or a member of a tuple, selects no parameter.
     """
     names = [path_name(path) for path in flatten(params)[0]]
-    if trainable is None:
-        return (True,) * len(names)
     # Flax gives filters the path and the variable, which may hold several arrays.
     flat = jax.tree_util.tree_leaves_with_path(
         params, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
     items = [(_path(keys), value) for keys, value in flat for _ in jax.tree.leaves(value)]
+    allowed = [trees.may_train(value) for _, value in items]
+    if trainable is None:
+        return tuple(allowed)
     several = trainable if isinstance(trainable, tuple) else (trainable,)
     each = [_chosen(one, names, items) for one in several]
-    return tuple(map(any, zip(*each, strict=True)))
+    pairs = zip(allowed, zip(*each, strict=True), strict=True)
+    return tuple(may and any(chosen) for may, chosen in pairs)
 
 
 def _chosen(trainable: Any, names: Sequence[str], items: Sequence[tuple[ModelPath, Any]]):
