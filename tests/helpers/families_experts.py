@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from family_options import BALANCED, GEMMA4, LATENT, LLAMA3, LLAMA4, MOE, YARN
+from family_options import BALANCED, GEMMA4, LATENT, LLAMA3, LLAMA4, MOE, SPARSE, YARN
 
 # Name: class of Transformers, options beside the sizes, number of kinds of layers.
 EXPERTS: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -54,6 +54,28 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], int]] = {
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
         },
         2,
+    ),
+    "deepseek-v3.2": (
+        "DeepseekV32",
+        SPARSE
+        | {
+            "first_k_dense_replace": 1,
+            "n_group": 3,
+            "topk_group": 2,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+        2,
+    ),
+    "glm-moe-dsa": (
+        "GlmMoeDsa",
+        SPARSE
+        | {
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "indexer_types": ["full", "full", "shared"],
+            "attention_bias": True,
+        },
+        3,
     ),
     "gemma4": (
         "Gemma4Text",

@@ -54,6 +54,16 @@ LATENT = {
     "v_head_dim": 8,
     "rms_norm_eps": 1e-3,
 }
+# So many heads of an indexer that no two scores are equal, as zeros of a few heads are.
+SPARSE = LATENT | {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "index_topk": 5,
+    "index_n_heads": 16,
+    "index_head_dim": 8,
+}
 GEMMA4 = {
     "head_dim": 8,
     "global_head_dim": 16,

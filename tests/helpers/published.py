@@ -63,9 +63,10 @@ def num_parameters(config: DecoderConfig) -> int:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
     numbers = range(config.num_layers)
-    linear = getattr(config.options, "layers", ())
+    linear, indexed = (getattr(config.options, name, ()) for name in ("layers", "indexed"))
     kinds = [
-        (i in sparse, i in linear, i < shared, config.window(i), config.rope_of(i)) for i in numbers
+        (i in sparse, i in linear, i in indexed, i < shared, config.window(i), config.rope_of(i))
+        for i in numbers
     ]
     total = sum(size(layer, kinds.index(kind)) for kind in kinds)
     total += size(config.memory) if config.memory else 0

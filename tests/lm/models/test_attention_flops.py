@@ -274,6 +274,17 @@ def test_rows_too_long_for_a_mask_have_marks_or_no_kernel(monkeypatch, widest):
         assert found == (0 if widest == WIDTH and longest == 94 else expected)
 
 
+def test_chosen_keys_are_a_mask_of_the_kernel_but_in_rows_too_long_for_one(monkeypatch):
+    monkeypatch.setattr(causal_attention, "_MASKED", 90)
+    bits = jax.ShapeDtypeStruct((ROWS, 96, 12), jnp.uint8)
+    for longest, expected in ((94, 0), (96, forward_of(mask_of(96, 96, True, None)))):
+        monkeypatch.setattr(causal_attention, "_LONGEST_MASKED", longest)
+        with planned_for(WIDTH + 64):
+            attend = functools.partial(causal_attention.attend_to_chosen, scale=None)
+            found = counted(attend, *shapes(), bits)[1]
+        assert found == expected
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("keys", [96, 40, HEADS])
 def test_a_mask_is_read_for_each_pair_of_each_head(cudnn, keys, causal):

@@ -16,10 +16,10 @@ from families import FAMILIES, VOCAB, make_torch, save  # noqa: E402
 
 # One for each kind of cache: windows with two rotary embeddings, latents, the delta rule beside
 # experts, lent keys and values, sinks, wavelengths that change with the length, a state-space layer
-# beside attention, chunks with queries that grow, streams that are joined after the layers, and the
-# delta rule with a decay for each channel beside latents.
+# beside attention, chunks with queries that grow, streams that are joined after the layers, the
+# delta rule with a decay for each channel beside latents, and keys of indexers.
 KINDS = ["gemma3", "deepseek-v3", "qwen3-next", "gemma4-shared", "gpt-oss", "phi3"]
-KINDS += ["falcon-h1", "llama4", "gemma3n", "kimi-linear"]
+KINDS += ["falcon-h1", "llama4", "gemma3n", "kimi-linear", "glm-moe-dsa"]
 # Longer than every window, and of different lengths.
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 11, 1)]
 LONGER = [*PROMPTS, np.random.default_rng(30).integers(0, VOCAB, 30).tolist()]

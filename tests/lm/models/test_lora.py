@@ -214,6 +214,15 @@ def test_fresh_factors_are_drawn_apart_for_each_matrix_and_alike_whatever_else_h
     assert not any(np.array_equal(other[path], array) for path, array in found.items())
 
 
+def test_indexers_have_no_adapters_as_they_are_not_trained():
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 16}
+    config = models.DecoderConfig.from_hf({"model_type": "deepseek_v32", **sizes})
+    made = models.lora(lambda: models.Decoder(config, rngs=nnx.Rngs(0)), targets="layers/.*_proj")
+    names = {"/".join(name.split("/")[2:]) for name in made.targets}
+    assert "self_attn/q_a_proj/weight" in names and not any("indexer" in name for name in names)
+
+
 def test_merged_matrices_are_rounded_once():
     """A change below what a bfloat16 weight resolves still decides how the sum is rounded."""
     model = models.lora(

@@ -55,7 +55,7 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
 
 @pytest.mark.by_default(
     *("cohere2", "llama4", "hunyuan-dense", "ministral3"),
-    *("apertus", "deepseek-v2", "gemma4", "falcon-h1-plain"),
+    *("apertus", "deepseek-v2", "deepseek-v3.2", "gemma4", "falcon-h1-plain"),
 )
 @pytest.mark.parametrize(
     "pair",
@@ -84,6 +84,8 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         "nemotron-h",
         "olmo-hybrid",
         "kimi-linear",
+        "deepseek-v3.2",
+        "glm-moe-dsa",
         "apertus",
         "deepseek-v2",
         "gemma4",
@@ -130,9 +132,10 @@ def check_gradients(grads: Any, reference: Any, pretrained: Pretrained, share: f
     for entry in parameter_tensors(pretrained.config):
         if not entry.trained:
             continue
-        parts = [expected.pop(name) for name in entry.names]
-        want = np.stack(parts) if entry.stacked else parts[0]
         got = found.pop(entry.path)
+        # Transformers computes indexers without gradients.
+        parts = [got * 0] if ".indexer." in entry.names[0] else map(expected.pop, entry.names)
+        want = np.stack([*parts]).reshape(got.shape)
         np.testing.assert_allclose(
             got, want, atol=share * np.abs(want).max(), err_msg=entry.names[0]
         )
@@ -162,7 +165,8 @@ def test_gradients_at_embeddings_of_zeros_are_those_of_transformers(pair):
     table[...] = table[...].at[0].set(0)
     tokens = np.maximum(random_tokens(), 1)
     tokens[1, first:] = 0
-    if name != "gemma3n":  # whose gradients are NaN there in Transformers
+    # There, gemma3n's gradients are NaN in Transformers, and all scores of an indexer are equal.
+    if name not in ("gemma3n", "deepseek-v3.2", "glm-moe-dsa"):
         tokens[0, [0, 9]] = 0
     segments = np.ones(tokens.shape, np.int32)
     segments[1, first:] = 0

@@ -13,7 +13,13 @@ from jax.extend import core as jex
 
 from attention_by_definition import defined
 from megatrain_jax._src.lm.models import causal_attention, expert_blocks
-from megatrain_jax._src.lm.models.causal_attention import ImageRows, full_attention, mark
+from megatrain_jax._src.lm.models.causal_attention import (
+    ImageRows,
+    attend_to_chosen,
+    choose_keys,
+    full_attention,
+    mark,
+)
 from megatrain_jax._src.lm.models.decoder_options import ACTIVATIONS, ParameterMaker
 from megatrain_jax._src.lm.models.expert_blocks import mix
 from megatrain_jax._src.lm.models.families.deepseek import BiasedMixture, GroupedRouting
@@ -63,6 +69,26 @@ def test_pieces_give_what_the_definition_gives(name, piece):
         np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
+def test_chosen_keys_have_the_highest_scores_whatever_the_pieces(monkeypatch):
+    monkeypatch.setattr(causal_attention, "_PIECE_BYTES", 1)
+    rows, length, most = 2, 150, 7
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k = (jax.random.normal(key, (rows, length, 9, 6)) for key in keys[:2])
+    weights, k = jax.random.normal(keys[2], (rows, length, 9)), k[:, :, 0]
+    segments: Any = np.repeat([[1] * 20 + [2] * 4 + [3] * 6, [1] * 29 + [0]], 5, axis=1)
+    assert choose_keys(q, weights, k, segments, length) is None
+    bits: Any = choose_keys(q, weights, k, segments, most)
+    found = np.unpackbits(bits, axis=-1, count=length)
+    scores = np.einsum("bmhd,bnd->bmhn", *map(np.float64, (q, k)))
+    scores = np.einsum("bmhn,bmh->bmn", np.maximum(scores, 0), weights)
+    here, there = np.mgrid[:length, :length]
+    seen = (there <= here) & (segments[:, :, None] == segments[:, None])
+    order = np.argsort(np.argsort(np.where(seen, -scores, np.inf), axis=-1), axis=-1)
+    np.testing.assert_array_equal(found, seen & (order < most))
+
+
+CHOSEN: Any = np.packbits(np.tril(np.arange(441).reshape(1, 21, 21) % 3 != 1), axis=-1)
+CHOSEN = np.repeat(CHOSEN, 2, axis=0)
 IMAGES: Any = np.array([[0] * 3 + [1] * 6 + [0] * 5 + [2] * 6 + [0], [1] * 6 + [0] * 15], np.int32)
 
 
@@ -83,6 +109,7 @@ def in_rows_of_images(q, k, v, segments=SEGMENTS, **options):
         functools.partial(attention, segments=SEGMENTS, softcap=1.5),
         functools.partial(full_attention, segments=SEGMENTS),
         full_attention,
+        functools.partial(attend_to_chosen, chosen=CHOSEN, scale=0.5),
         in_rows_of_images,
         functools.partial(in_rows_of_images, segments=None, window=9, scale=0.5),
         functools.partial(in_rows_of_images, softcap=1.5),
@@ -151,6 +178,21 @@ def largest_value(jaxpr: Any) -> int:
     """Returns the elements of the largest array that any equation makes, at any depth."""
     sizes = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars]
     return max([*sizes, *(largest_value(sub) for sub in jex.subjaxprs(jaxpr))], default=0)
+
+
+def test_chosen_keys_of_a_long_row_are_bits():
+    length, heads = 32_768, 64
+    shapes = (1, length, heads, 64), (1, length, heads), (1, length, 64), (1, length, 2, 64)
+    q, weights, index, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def total(q, weights, index, k, segments):
+        chosen = choose_keys(q, weights, index, segments, 2048)
+        return jnp.sum(attend_to_chosen(q, k, k, chosen, None).astype(jnp.float32))
+
+    traced = jax.make_jaxpr(jax.grad(total, (0, 3)))(q, weights, index, k, segments)
+    # A GiB of scores, where those of all heads have 256.
+    assert length**2 // 8 <= largest_value(traced.jaxpr) <= 2**28
 
 
 @pytest.mark.by_default("1024")

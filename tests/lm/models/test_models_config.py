@@ -191,6 +191,37 @@ def test_a_kimi_linear_has_layers_and_sizes_under_names_of_its_own():
         DecoderConfig.from_hf(values | {"linear_attn_config": {"use_full_rank_gate": True}})
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_indexers_are_in_the_layers_in_which_transformers_has_them():
+    released, four = PUBLISHED["zai-org/GLM-5.3"].config, {"num_hidden_layers": 4}
+    values = {k: v for k, v in released.items() if not k.endswith("_types")} | four
+    for given, indexed in (
+        ({}, (0, 1, 2)),
+        ({"index_topk_freq": None}, (0, 1, 2, 3)),
+        ({"index_skip_topk_offset": 1, "index_topk_freq": 2}, (0, 2)),
+        ({"index_topk_pattern": "FSSF"}, (0, 3)),
+        ({"index_topk_pattern": ["full", "shared"] * 2}, (0, 2)),
+    ):
+        given = {k: v for k, v in (values | given).items() if v is not None}
+        config: Any = DecoderConfig.from_hf(given)
+        assert config.options.indexed == indexed
+        assert config == DecoderConfig.from_hf(as_transformers(given))
+    by_lists: Any = DecoderConfig.from_hf(released)
+    assert by_lists.options.indexed == (0, 1, *range(2, 78, 4))
+    shared = {"indexer_types": ["shared", "full"] * 2}
+    for changes, named in (
+        (shared, "`indexer_types`"),
+        ({"index_topk_pattern": "FXSF"}, "'X'"),
+        ({"indexer_rope_interleave": False}, "`indexer_rope_interleave`"),
+        ({"index_head_dim": 32}, "`index_head_dim` .*64"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            DecoderConfig.from_hf(values | changes)
+    for name, value in (("q_lora_rank", None), ("index_topk_pattern", 3)):
+        with refuses(TypeError, f"`{name}`", value):
+            DecoderConfig.from_hf(values | {name: value})
+
+
 def test_contradicting_numbers_of_experts_are_refused():
     values = SIZES | {"model_type": "qwen3_moe", "num_experts": 8}
     assert DecoderConfig.from_hf(values | {"num_local_experts": 8}) == DecoderConfig.from_hf(values)
@@ -250,6 +281,8 @@ _FULL: dict[str, dict[str, Any]] = {
     "afmoe": {},
     "olmo_hybrid": {},
     "kimi_linear": {"num_key_value_heads": 32},
+    "deepseek_v32": {"num_key_value_heads": 32},
+    "glm_moe_dsa": {"num_key_value_heads": 32},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"] * 10},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 15},
     "deepseek_v2": {"num_experts_per_tok": 2, "num_key_value_heads": 32},
@@ -322,6 +355,8 @@ _UNREAD_BY = {
     "linear_dt_min",
     "deepseek-v2": "head_dim",
     "deepseek-v3": "head_dim",
+    "deepseek-v3.2": "first_k_dense_replace head_dim mlp_bias",
+    "glm-moe-dsa": "first_k_dense_replace head_dim mlp_bias",
     "deepseek-v3-plain": "first_k_dense_replace head_dim moe_intermediate_size n_routed_experts "
     "n_shared_experts norm_topk_prob num_experts_per_tok",
     "exaone-moe": "first_k_dense_replace",

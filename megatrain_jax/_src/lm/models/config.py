@@ -22,13 +22,16 @@ from megatrain_jax._src.lm.models.families import (
     internvl,
     kimi,
     mixtures,
+    sparse,
     state_spaces,
 )
 from megatrain_jax._src.lm.models.family import Family
 from megatrain_jax._src.lm.models.hf_common import Fields, as_ignored
 from megatrain_jax._src.lm.models.tensors import some
 
-_FILES = (deepseek, dense, gemma, gemma4, hybrids, internvl, kimi, mixtures, state_spaces)
+_FILES = (
+    *(deepseek, dense, gemma, gemma4, hybrids, internvl, kimi, mixtures, sparse, state_spaces),
+)
 _FOUND = [x for file in _FILES for x in vars(file).values() if isinstance(x, Family)]
 # Every `Family` in these files, in the order of names.
 FAMILIES = {family.model_type: family for family in sorted(_FOUND, key=lambda x: x.model_type)}

@@ -1,5 +1,6 @@
 """`DecoderOptions`: what a decoder's layers are made from, with a vision part if it has one."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,13 @@ class ParameterMaker:
         """Keeps the random keys, the dtype and the standard deviation of fresh weights."""
         self.rngs, self.dtype = rngs, dtype
         self.normal = nnx.initializers.normal(std)
+        self.metadata: dict[str, Any] = {}
+
+    def untrained(self) -> "ParameterMaker":
+        """Returns a maker of parameters that no run trains."""
+        other = copy.copy(self)
+        other.metadata = {"trainable": False}
+        return other
 
     def key(self) -> jax.Array:
         """Returns the key that `rngs.params()` would return, and advances its count.
@@ -48,11 +56,11 @@ class ParameterMaker:
 
     def weight(self, *shape: int) -> nnx.Param[jax.Array]:
         """Returns a parameter with normally distributed numbers."""
-        return nnx.Param(self.normal(self.key(), shape, self.dtype))
+        return nnx.Param(self.normal(self.key(), shape, self.dtype), **self.metadata)
 
     def constant(self, value: float, *shape: int) -> nnx.Param[jax.Array]:
         """Returns a parameter filled with one number."""
-        return nnx.Param(jnp.full(shape, value, self.dtype))
+        return nnx.Param(jnp.full(shape, value, self.dtype), **self.metadata)
 
 
 class Placed(NamedTuple):

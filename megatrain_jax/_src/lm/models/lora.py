@@ -33,6 +33,7 @@ import megatrain_jax as mt
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.computed_array import ComputedArray
 from megatrain_jax._src.common.suggestions import ExplainedAttributes
+from megatrain_jax._src.common.trees import may_train
 from megatrain_jax._src.lm.models.decoder import Decoder
 from megatrain_jax._src.lm.models.layers import ExpertMatrix, Linear
 from megatrain_jax._src.lm.models.moe import LowRank
@@ -494,7 +495,7 @@ def _add(
         if find_matrix(module) is not None
     }
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    shapes = {name_of(path): variable.shape for path, variable in state}  # type: ignore[arg-type]
+    shapes = {name_of(path): x.shape for path, x in state if may_train(x)}  # type: ignore[arg-type]
     names = [name for name in shapes if chooses(name)]
     others = [name for name in names if name not in matrices and len(shapes[name]) > 1]
     if others:

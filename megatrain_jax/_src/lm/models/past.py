@@ -32,9 +32,19 @@ class Past:
         self.refuse()
 
     def attend_latent(
-        self, attention: Any, q: Array, q_rotated: Array, latent: Array, k_rotated: Array
+        self,
+        attention: Any,
+        q: Array,
+        q_rotated: Array,
+        latent: Array,
+        k_rotated: Array,
+        chosen: Any,
     ) -> Float[Array, "rows length heads value_dim"]:
         """Computes `LatentAttention.attend` of new tokens to the texts so far."""
+        self.refuse()
+
+    def choose_keys(self, q: Array, weights: Array, k: Array, most: int) -> Any:
+        """Computes `choose_keys`, for `attend_latent` of this layer or a later one."""
         self.refuse()
 
     def convolve(

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from megatrain_jax._src.lm.models import hf_common
-from megatrain_jax._src.lm.models.causal_attention import attention
+from megatrain_jax._src.lm.models.causal_attention import attend_to_chosen, attention
 from megatrain_jax._src.lm.models.decoder_options import DecoderOptions, ParameterMaker
 from megatrain_jax._src.lm.models.families.dense import exaone4_layers
 from megatrain_jax._src.lm.models.family import ATTENTION_BIAS, MLP_BIAS, Family
@@ -398,11 +398,24 @@ class LatentAttention(nnx.Module):
         self, x: HiddenStates, rotation: Rotation | None, segments: Segments
     ) -> HiddenStates:
         """Computes attention within rows, or within documents if `segments` numbers them."""
+        narrow = None if self.sizes.query_rank is None else self.narrow(x)
+        return self.mix(x, narrow, rotation, segments)
+
+    def narrow(self, x: HiddenStates) -> Float[Array, "rows length query_rank"]:
+        """Returns the queries' latent."""
+        return self.q_a_layernorm(self.q_a_proj(x))
+
+    def mix(
+        self,
+        x: HiddenStates,
+        narrow: Float[Array, "rows length query_rank"] | None,
+        rotation: Rotation | None,
+        segments: Segments,
+        chosen: Any = None,
+    ) -> HiddenStates:
+        """Computes attention from the queries' latent; see `attend_to_chosen` for `chosen`."""
         sizes, (rows, length, _) = self.sizes, x.shape
-        if sizes.query_rank is None:
-            q = self.q_proj(x)
-        else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = self.q_proj(x) if narrow is None else self.q_b_proj(narrow)
         q = q.reshape(rows, length, -1, sizes.plain_dim + sizes.rotated_dim)
         q, q_rotated = jnp.split(q, [sizes.plain_dim], axis=-1)
         latent, k_rotated = jnp.split(self.kv_a_proj_with_mqa(x), [sizes.latent_rank], axis=-1)
@@ -414,9 +427,9 @@ class LatentAttention(nnx.Module):
                 for y in (q_rotated, k_rotated)
             )
         if isinstance(segments, Past):
-            mixed = segments.attend_latent(self, q, q_rotated, latent, k_rotated)
+            mixed = segments.attend_latent(self, q, q_rotated, latent, k_rotated, chosen)
         else:
-            mixed = self.attend(q, q_rotated, latent, k_rotated, segments)
+            mixed = self.attend(q, q_rotated, latent, k_rotated, segments, chosen)
         return self.o_proj(mixed.reshape(rows, length, -1))
 
     def attend(
@@ -426,6 +439,7 @@ class LatentAttention(nnx.Module):
         latent: Float[Array, "rows length latent_rank"],
         k_rotated: Float[Array, "rows length 1 rotated_dim"],
         segments: Segments,
+        chosen: Any = None,
     ) -> Float[Array, "rows length heads value_dim"]:
         """Returns for each query the mean of the values that its head computes from latents."""
         sizes = self.sizes
@@ -437,7 +451,10 @@ class LatentAttention(nnx.Module):
         q, k = jnp.concatenate([q, q_rotated], -1), jnp.concatenate([k, k_rotated], -1)
         # `attention` requires values as wide as keys; the padding's results are zeros, and cut off.
         v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - sizes.value_dim)])
-        mixed = attention(q, k, v, segments=segments, scale=self.scale)
+        if chosen is None:
+            mixed = attention(q, k, v, segments=segments, scale=self.scale)
+        else:
+            mixed = attend_to_chosen(q, k, v, chosen, self.scale)
         return mixed[..., : sizes.value_dim]
 
 

@@ -10,6 +10,7 @@ A cache has one row per text. Two forms of `Past` stand in the place of `segment
     attention, window W     the same with at most W places, as a ring: position p is in place p % W
     attention, chunks of C  the same with at most C places
     latent attention        latents and rotated keys (size, latent_rank + rotated_dim)
+    an indexer beside it    its keys (size, index_dim)
     linear attention        the state, and the last inputs of the convolution
     state space             the same
     convolution             its last inputs
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from megatrain_jax._src.lm.models.causal_attention import attention
+from megatrain_jax._src.lm.models.causal_attention import among_highest, attention, choose_keys
 from megatrain_jax._src.lm.models.delta_rule import (
     delta_rule_and_state,
     one_token,
@@ -40,6 +41,7 @@ class LayerCache(NamedTuple):
         latents: Normalised latents and rotated keys (rows, size, latent_rank + rotated_dim).
         state: The state of linear attention (rows, key_heads, group, key_dim, value_dim), in fp32.
         inputs: The last inputs of its convolution (rows, taps - 1, channels).
+        index: The keys of an indexer (rows, size, index_dim).
     """
 
     keys: Any = None
@@ -47,6 +49,7 @@ class LayerCache(NamedTuple):
     latents: Any = None
     state: Any = None
     inputs: Any = None
+    index: Any = None
 
 
 class _CachingPast(Past):
@@ -103,11 +106,22 @@ class PrefillPast(_CachingPast):
         return attention(q, k, v, **options, segments=self._images)
 
     def attend_latent(
-        self, attention: Any, q: Array, q_rotated: Array, latent: Array, k_rotated: Array
+        self,
+        attention: Any,
+        q: Array,
+        q_rotated: Array,
+        latent: Array,
+        k_rotated: Array,
+        chosen: Any,
     ) -> Array:
         """See `Past`."""
         self._keep(latents=jnp.concatenate([latent, k_rotated[:, :, 0]], axis=-1))
-        return attention.attend(q, q_rotated, latent, k_rotated, None)
+        return attention.attend(q, q_rotated, latent, k_rotated, None, chosen)
+
+    def choose_keys(self, q: Array, weights: Array, k: Array, most: int) -> Array | None:
+        """See `Past`."""
+        self._keep(index=k)
+        return choose_keys(q, weights, k, None, most)
 
     def convolve(self, x: Array, weight: Array) -> Array:
         """See `Past`."""
@@ -188,7 +202,13 @@ class DecodePast(_CachingPast):
         return mixed.reshape(q.shape)
 
     def attend_latent(
-        self, attention: Any, q: Array, q_rotated: Array, latent: Array, k_rotated: Array
+        self,
+        attention: Any,
+        q: Array,
+        q_rotated: Array,
+        latent: Array,
+        k_rotated: Array,
+        chosen: Any,
     ) -> Array:
         """See `Past`. Queries are mapped to the latent space; no keys or values are computed."""
         sizes, heads = attention.sizes, q.shape[2]
@@ -202,10 +222,18 @@ class DecodePast(_CachingPast):
         scores = jnp.einsum("bhr,bjr->bhj", q, latents, preferred_element_type=jnp.float32)
         width = sizes.plain_dim + sizes.rotated_dim
         scores = scores * (width**-0.5 if attention.scale is None else attention.scale)
-        seen = self._seen(latents.shape[1])[:, None]
+        seen = self._seen(latents.shape[1])[:, None] if chosen is None else chosen
         weights = _softmax(scores, seen, None).astype(latents.dtype)
         mixed = jnp.einsum("bhj,bjr->bhr", weights, latents[..., : sizes.latent_rank])
         return jnp.einsum("bhr,hvr->bhv", mixed, to_values)[:, None]
+
+    def choose_keys(self, q: Array, weights: Array, k: Array, most: int) -> Array | None:
+        """See `Past`; the chosen places of each row (rows, 1, size)."""
+        keys = self._written(self._cache.index, k[:, 0])
+        self._keep(index=keys)
+        if (size := keys.shape[1]) <= most:
+            return None
+        return among_highest(q, weights, keys, self._seen(size)[:, None], most)
 
     def convolve(self, x: Array, weight: Array) -> Array:
         """See `Past`."""
