@@ -1,5 +1,6 @@
 """The commands `megatrain-jax chat` and `merge`, against Transformers and PEFT themselves."""
 
+import dataclasses
 import io
 import json
 import os
@@ -179,6 +180,22 @@ def test_a_checkpoint_s_own_sampling_reaches_generation_in_jax(tmp_path):
         found = sampling_of(tmp_path, settings)
         given = {} if temperature is None else {"temperature": temperature}
         assert {name: found[name] for name in own} == {name: usual[name] for name in own} | given
+
+
+def test_a_checkpoint_s_own_beams_reach_generation_in_jax(tmp_path):
+    path, settings = tmp_path / "generation_config.json", ChatSettings(model=str(tmp_path))
+    beams = {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True}
+    path.write_text(json.dumps(beams))
+    assert beams.items() <= sampling_of(tmp_path, settings).items()
+    # Transformers draws with beams, too, and has nothing to compare with one.
+    drawn = dataclasses.replace(settings, temperature=0.5)
+    with refuses(ValueError, path, "early_stopping, length_penalty, num_beams"):
+        sampling_of(tmp_path, drawn)
+    path.write_text(json.dumps(beams | {"num_beams": 1}))
+    assert not beams.keys() & sampling_of(tmp_path, settings).keys()
+    path.write_text(json.dumps(beams | {"num_beams": "3"}))
+    with refuses(TypeError, path, "num_beams"):
+        sampling_of(tmp_path, settings)
 
 
 def test_characters_are_shown_when_they_are_whole(monkeypatch, capsys):

@@ -28,40 +28,12 @@ from megatrain_jax._src.lm.models.generation.sharing import Sharing
 from megatrain_jax._src.lm.models.generation.weight_source import open_source
 from messages import refuses, tells
 from word_tokenizer import word_tokenizer
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "rope": models.Rope(dim=8, base=100.0),
-    "init_std": 0.4,
-}
-PROMPTS = [[5, 7, 1], [3], [9, 8, 7, 6, 5, 4], [2, 2]]
-
-
-def decoder(**changes: Any) -> models.Decoder:
-    return models.Decoder(models.DecoderConfig(**(SIZES | changes)), rngs=nnx.Rngs(3))
+from written_texts import PROMPTS, SIZES, decoder, ids_of, plain_log_probs
 
 
 @pytest.fixture(scope="module")
 def model() -> models.Decoder:
     return decoder(windows=(None, 5))
-
-
-def plain_log_probs(model: models.Decoder, found: models.Completion, temperature: float = 1.0):
-    """The log-probabilities of a completion by one forward over the whole text."""
-    ids = np.concatenate([found.prompt_ids, found.ids])[None]
-    logits = model(jnp.asarray(ids)).astype(jnp.float32)[0] / temperature
-    rows = jax.nn.log_softmax(logits)[len(found.prompt_ids) - 1 : -1]
-    return np.take_along_axis(np.asarray(rows), found.ids[:, None], axis=1)[:, 0]
-
-
-def ids_of(found: list[models.Completion]) -> list[list[int]]:
-    return [one.ids.tolist() for one in found]
 
 
 # Greedy text, and its probabilities

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from megatrain_jax import models
-from megatrain_jax._src.lm.models.generation.generation_memory import DecodeForm, GenerationMemory
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
 from families import FAMILIES, VOCAB, make_torch, save  # noqa: E402
+from written_texts import stream  # noqa: E402
 
 # One for each kind of cache: windows with two rotary embeddings, latents, the delta rule beside
 # experts, lent keys and values, sinks, wavelengths that change with the length, a state-space layer
@@ -56,15 +56,6 @@ def check(name: str, theirs: Any, prompt: list[int], found: models.Completion) -
         np.testing.assert_allclose(found.log_probs, log_probs[len(prompt) - 1 : -1], atol=1e-4)
 
 
-def stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has models be streamed that would fit on the device, with as many pages as possible."""
-
-    def choose(room: GenerationMemory, size: int, wanted: int) -> DecodeForm:
-        return DecodeForm(False, wanted, room.pages_of(len(room.pageable)))
-
-    monkeypatch.setattr(GenerationMemory, "choose", choose)
-
-
 @pytest.mark.parametrize(
     ("name", "streamed"), [*((name, False) for name in KINDS), ("gemma3n", True)]
 )
@@ -78,6 +69,25 @@ def test_tokens_are_the_most_likely_ones(
     found = models.generate(pretrained, PROMPTS, max_tokens=28, stop=(), max_batch=2)
     for prompt, one in zip(PROMPTS, found, strict=True):
         check(name, theirs, prompt, one)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "phi3"])
+def test_beams_move_every_kind_of_cache(
+    name: str, streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if streamed:
+        stream(monkeypatch)
+    theirs = make_torch(name)
+    pretrained = models.load_pretrained(save(theirs, tmp_path / "checkpoint"))
+    options: Any = {"max_tokens": 12, "num_beams": 3, "num_samples": 3, "stop": [5]}
+    for one in models.generate(pretrained, PROMPTS, **options):
+        ids = torch.tensor([[*PROMPTS[one.prompt], *one.ids.tolist()]])
+        with torch.no_grad():
+            each = theirs(ids).logits[0].log_softmax(-1)[-len(one.ids) - 1 : -1]
+        expected = each.gather(1, ids[0, -len(one.ids) :, None])[:, 0]
+        np.testing.assert_allclose(one.log_probs, expected, atol=1e-4)
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatrain_jax._src.lm.models.generation import sharing
+from megatrain_jax._src.lm.models.generation.generate import OpenText, _join
 from megatrain_jax._src.lm.models.generation.sharing import Sharing
 from messages import refuses
 
@@ -86,3 +87,18 @@ def test_the_least_memory_decides_and_different_arguments_are_refused():
         with refuses(ValueError, "prompts"):
             raise error
     assert together(2, lambda some: some.check_equal(([1], 5))) == [None, None]
+
+
+def test_scores_are_known_in_all_processes():
+    def joined(some: Any) -> list[Any]:
+        texts = [OpenText(prompt=i, sample=0, ids=[1], start=1) for i in range(3)]
+        own = some.own(texts)
+        for text in own:
+            text.ids.append(7 + text.prompt)
+            text.log_probs, text.finish = [(-1.0, -1.0, -1.0)], "stop"
+            text.score = -float(text.prompt) if text.prompt else None
+        _join(some, texts, own)
+        return [(text.ids, text.score) for text in texts]
+
+    for texts in together(2, joined):
+        assert texts == [([1, 7], None), ([1, 8], -1.0), ([1, 9], -2.0)]

@@ -20,6 +20,7 @@ from megatrain_jax._src.lm.common import hf_folder
 from megatrain_jax._src.lm.common.adapter_layers import EMBEDDINGS, different_layers
 from megatrain_jax._src.lm.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.lm.common.prompts import prompt_ids
+from megatrain_jax._src.lm.models.generation.beams import search_params
 
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 _HOLDS = f"a model ({_CONFIG}) or adapters ({_ADAPTER})"
@@ -27,6 +28,7 @@ _NEEDS_TORCH = "chat needs PyTorch: pip install torch"
 Messages = list[dict[str, Any]]
 # Transformers' default of `top_k`, for a generation_config.json without it.
 _TOP_K = 50
+_BEAMS = ("num_beams", "length_penalty", "early_stopping")
 # Fields of generation_config.json without effect here; `generate` reads the stop ids itself.
 _WITHOUT_EFFECT = {"max_length", "max_new_tokens", "transformers_version", "use_cache"}
 _WITHOUT_EFFECT |= {"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"}
@@ -49,11 +51,18 @@ def sampling_of(folder: Path, settings: ChatSettings) -> dict[str, Any]:
         penalty = found.pop("repetition_penalty", 1.0)
         penalty = checks.number("repetition_penalty", penalty, above=0)
     temperature = temperature if found.pop("do_sample", False) else 0.0
+    if settings.temperature is not None:
+        temperature = settings.temperature
+    beams = {name: found[name] for name in _BEAMS if name in found}
+    if beams.get("num_beams", 1) == 1 or temperature == 0:
+        found = {name: x for name, x in found.items() if name not in beams}
+    if beams.get("num_beams", 1) == 1:
+        beams = {}  # as in Transformers, the rest has no effect
+    with naming(str(path)):
+        search_params(**({"num_beams": 1} | beams))
     found = {n: x for n, x in found.items() if n not in _WITHOUT_EFFECT and not n.startswith("_")}
     if found:
         raise ValueError(f"{path} has {', '.join(sorted(found))}, which generation in JAX lacks")
-    if settings.temperature is not None:
-        temperature = settings.temperature
     return {
         "max_tokens": settings.max_tokens,
         "temperature": temperature,
@@ -61,6 +70,7 @@ def sampling_of(folder: Path, settings: ChatSettings) -> dict[str, Any]:
         "top_p": top_p,
         "min_p": min_p,
         "repetition_penalty": penalty,
+        **beams,
         "seed": settings.seed,
     }
 

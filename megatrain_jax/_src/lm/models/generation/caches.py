@@ -31,6 +31,9 @@ from megatrain_jax._src.lm.models.delta_rule import (
 from megatrain_jax._src.lm.models.lora import is_adapted
 from megatrain_jax._src.lm.models.past import Past
 
+# Numbers of parts in which rows move; the first one that divides the places is taken.
+_PARTS = (4, 3, 5, 7, 2, 1)
+
 
 class LayerCache(NamedTuple):
     """The cache of a layer; an array is None if the layer has no such part.
@@ -302,6 +305,27 @@ def _matrix_of(linear: Any) -> Float[Array, "out in"]:
 def rows_of(tree: Any, at: Int[Array, " rows"]) -> Any:
     """Returns some rows of caches."""
     return jax.tree.map(lambda x: x[at], tree)
+
+
+def moved_rows(tree: Any, at: Int[Array, " rows"]) -> Any:
+    """Returns caches with other rows in the place of all rows, as `rows_of` does.
+
+    The rows move in the caches' own memory, a part of their places at a time: in a loop over steps,
+    XLA would keep a second copy of all layers' caches.
+    """
+
+    def one(x: Array) -> Array:
+        axis = x.ndim - 2
+        number = next(n for n in _PARTS if x.shape[axis] % n == 0)
+        size = x.shape[axis] // number
+
+        def move(i: Array, x: Array) -> Array:
+            part = jax.lax.dynamic_slice_in_dim(x, i * size, size, axis)
+            return jax.lax.dynamic_update_slice_in_dim(x, part[at], i * size, axis)
+
+        return jax.lax.fori_loop(0, number, move, x)
+
+    return jax.tree.map(one, tree)
 
 
 def with_rows(tree: Any, at: Int[Array, " rows"], new: Any) -> Any:

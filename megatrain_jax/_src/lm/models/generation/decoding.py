@@ -5,7 +5,7 @@ weights, the caches and the rows' numbers. A resident model, with all weights on
 program for all of its layers; a streamed one, whose weights pass through it layer by layer, has a
 program for each kind of layer.
 
-Each next token is the most likely one, or drawn after Transformers' warpers.
+Each next token is the most likely one, drawn after Transformers' warpers, or one of a beam search.
 """
 
 import functools
@@ -22,11 +22,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.models.decoder_options import Placed
+from megatrain_jax._src.lm.models.generation.beams import Beams, SearchParams, continued
 from megatrain_jax._src.lm.models.generation.caches import (
     DecodePast,
     PrefillPast,
     as_page,
     is_page,
+    moved_rows,
     on_device,
     rows_of,
     with_rows,
@@ -59,6 +61,7 @@ class SamplingKind:
         has_top_p: Whether tokens outside the nucleus are left out.
         has_min_p: Whether tokens far less likely than the most likely one are left out.
         penalises: Whether tokens that are in the text already are made less likely.
+        num_beams: Number of beams of each text's search; 1 for none.
     """
 
     greedy: bool
@@ -66,6 +69,7 @@ class SamplingKind:
     has_top_p: bool
     has_min_p: bool = False
     penalises: bool = False
+    num_beams: int = 1
 
 
 class SamplingParams(NamedTuple):
@@ -78,6 +82,7 @@ class SamplingParams(NamedTuple):
         stops: Ids that end a text.
         min_p: Least probability, as a fraction of the most likely token's.
         repetition_penalty: Divisor of positive logits, and factor of negative ones.
+        search: The rules of beam search; None without one.
     """
 
     temperature: Float[Array, ""]
@@ -86,6 +91,7 @@ class SamplingParams(NamedTuple):
     stops: Int[Array, " stops"] | None = None
     min_p: Float[Array, ""] | float = 0.0
     repetition_penalty: Float[Array, ""] | float = 1.0
+    search: SearchParams | None = None
 
 
 class SampledTokens(NamedTuple):
@@ -125,8 +131,7 @@ def choose(
     plain = jax.nn.log_softmax(logits, axis=-1)
     if sampling_kind.penalises:
         assert seen is not None
-        penalty = sampling_params.repetition_penalty
-        scores = jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
+        scores = _penalised(logits, seen, sampling_params.repetition_penalty)
     if sampling_kind.greedy:
         tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
         found = _at(plain, tokens)
@@ -142,6 +147,10 @@ def choose(
     tokens = jax.vmap(draw)(warped, *draws).astype(jnp.int32)
     tempered = jax.nn.log_softmax(logits / sampling_params.temperature, axis=-1)
     return SampledTokens(tokens, *(_at(x, tokens) for x in (plain, tempered, warped)))
+
+
+def _penalised(scores: Array, seen: Array, penalty: Any) -> Array:
+    return jnp.where(seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
 def warp(
@@ -186,7 +195,7 @@ LENGTHENING = ("dynamic", "longrope")
 
 
 class TextRows(NamedTuple):
-    """The texts being written, one in each row; all arrays but `seen` are (rows,).
+    """The texts being written, one in each row; all arrays before `seen` are (rows,).
 
     Attributes:
         tokens: The last token; no cache holds it yet.
@@ -200,6 +209,7 @@ class TextRows(NamedTuple):
         samples: Number of the sample of this prompt.
         advances: How much further positions of rotary embeddings go than `positions`, by images.
         seen: The tokens in the text, if repetition is penalised; otherwise (rows, 0).
+        beams: The texts of beam search; None without one.
     """
 
     tokens: Int[Array, " rows"]
@@ -213,15 +223,17 @@ class TextRows(NamedTuple):
     samples: Int[Array, " rows"]
     advances: Int[Array, " rows"]
     seen: Bool[Array, "rows tokens"]
+    beams: Beams | None = None
 
 
-def empty_rows(number: int, num_seen: int) -> TextRows:
+def empty_rows(number: int, num_seen: int, beams: Any = None) -> TextRows:
     """Returns rows without texts, on the host; `num_seen` is the width of `seen`."""
     flags = ("active", "stopped")
     arrays: Any = [
-        np.zeros(number, bool if name in flags else np.int32) for name in TextRows._fields[:-1]
+        np.zeros(number, bool if name in flags else np.int32) for name in TextRows._fields[:-2]
     ]
-    return TextRows(*arrays, seen=np.zeros((number, num_seen), bool))  # type: ignore[arg-type]
+    seen: Any = np.zeros((number, num_seen), bool)
+    return TextRows(*arrays, seen=seen, beams=beams)
 
 
 def rotations(
@@ -329,6 +341,8 @@ def write_layer(
 ) -> tuple[Array, list[Any], Any]:
     """Passes one token of each row through a layer; see `read_layer`."""
     borrows = layer.borrows is not None
+    if rows.beams is not None and not borrows:
+        cache = moved_rows(cache, rows.beams.parents)
     past = DecodePast(layer.kind, cache, rows.positions, rows.active, borrows=borrows)
     x, _, *handed = nnx.merge(layer.graph, weights)(x, turn, past, *handed)
     return x, handed, past.kept
@@ -389,6 +403,8 @@ def chosen_tokens(
     sampling_kind: SamplingKind, logits: Array, sampling_params: SamplingParams, rows: TextRows
 ) -> tuple[TextRows, SampledTokens]:
     """Chooses each row's next token; returns the rows with it, and the tokens."""
+    if rows.beams is not None:
+        return searched_tokens(sampling_kind, logits, sampling_params, rows)
     draws = rows.prompts, rows.samples, rows.written
     chosen = choose(logits, sampling_params, draws, sampling_kind, rows.seen)
     active, seen = rows.active, rows.seen
@@ -407,6 +423,37 @@ def chosen_tokens(
         seen=seen,
     )
     return rows, chosen
+
+
+def searched_tokens(
+    sampling_kind: SamplingKind, logits: Array, sampling_params: SamplingParams, rows: TextRows
+) -> tuple[TextRows, SampledTokens]:
+    """Continues beams; see `chosen_tokens`."""
+    beams, search, stops = rows.beams, sampling_params.search, sampling_params.stops
+    assert beams is not None and search is not None and stops is not None
+    plain = scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    seen, active = rows.seen, rows.active
+    if sampling_kind.penalises:
+        scores = _penalised(plain, seen, sampling_params.repetition_penalty)
+    given = plain, scores, stops, rows.written, rows.limits
+    new, tokens, going = continued(beams, sampling_kind.num_beams, *given, search)
+    if sampling_kind.penalises:
+        seen = seen[new.parents].at[jnp.arange(len(seen)), tokens].set(True)
+    # A search that has ended keeps its texts.
+    beams = jax.tree.map(
+        lambda x, old: jnp.where(active.reshape(-1, *[1] * (x.ndim - 1)), x, old), new, beams
+    )
+    rows = rows._replace(
+        tokens=tokens,
+        positions=rows.positions + active,
+        written=rows.written + active,
+        active=active & going,
+        seen=seen,
+        beams=beams,
+    )
+    # The log-probabilities are in the beams.
+    none = jnp.zeros(len(tokens), jnp.float32)
+    return rows, SampledTokens(tokens, none, none, none)
 
 
 def sample(
@@ -480,7 +527,7 @@ def admitted(
     """
     pairs = zip(caches, read, strict=True)
     caches = [admitted_rows(old, at, new_rows, source) for old, new_rows in pairs]
-    return caches, TextRows(*(x.at[at].set(y, mode="drop") for x, y in zip(rows, new, strict=True)))
+    return caches, jax.tree.map(lambda x, y: x.at[at].set(y, mode="drop"), rows, new)
 
 
 # Layers with equal forms share a program.

@@ -6,7 +6,7 @@ Batching is continuous: a text that is finished makes room for the next prompt.
 import bisect
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -20,6 +20,10 @@ from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.lm.common.prompts import check_prompts, ids_and_images, shown_answer
 from megatrain_jax._src.lm.models.decoder_options import VisionConfig
+from megatrain_jax._src.lm.models.generation.beams import (
+    empty_beams,
+    search_params,
+)
 from megatrain_jax._src.lm.models.generation.caches import as_page, grown, on_device
 from megatrain_jax._src.lm.models.generation.decoding import (
     LENGTHENING,
@@ -76,6 +80,8 @@ class OpenText:
         log_probs: The log-probabilities of each written token, in the order of `SampledTokens`.
         finish: Reason of the end; None before it.
         is_cut: Whether a stop text ended it, not a stop token.
+        score: Its score by beam search; None without one.
+        samples: All samples of the prompt if one search finds them, of which this is the first.
     """
 
     prompt: int
@@ -87,6 +93,8 @@ class OpenText:
     log_probs: list[tuple[float, ...]] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
     is_cut: bool = False
+    score: float | None = None
+    samples: list["OpenText"] = field(default_factory=list)
 
     @property
     def num_written(self) -> int:
@@ -148,7 +156,8 @@ class Batch:
         self._shapes = shapes_of(form, *weights)
         self._size = 0
         self._caches: list[Any] = []
-        self._rows = empty_rows(task.num_rows, task.num_seen)
+        self._num_beams = task.sampling_kind.num_beams
+        self._rows = self._empty_rows(np.arange(task.num_rows, dtype=np.int32))
         self._texts: list[OpenText | None] = [None] * task.num_rows
 
     def write(self, texts: Sequence[OpenText]) -> None:
@@ -157,7 +166,10 @@ class Batch:
         while waiting or any(self._texts):
             free = [row for row, text in enumerate(self._texts) if text is None]
             if waiting and free:
-                self._admit([(row, waiting.popleft()) for row in free[: len(waiting)]])
+                # Rows of a search are free together.
+                count = self._num_beams
+                first = [(row, waiting.popleft()) for row in free[::count][: len(waiting)]]
+                self._admit([(row + i, text) for row, text in first for i in range(count)])
             self._make_room(self._longest() + self._decoding.steps)
             steps = min(self._decoding.steps, self._size - self._longest() + 1)
             sampling = self._task.sampling_kind, self._task.sampling_params
@@ -234,7 +246,7 @@ class Batch:
         # Row numbers past the end are dropped.
         at, taken = np.full(count, self._task.num_rows, np.int32), np.zeros(count, np.int32)
         at[: len(members)], taken[: len(members)] = [row for row, _ in members], source
-        new = self._new_rows([text for _, text in members], count)
+        new = self._new_rows([text for _, text in members], at)
         # Pages one by one, and all remaining caches in one program.
         for i in self._task.pages:
             cache = on_device(self._caches[i])
@@ -246,11 +258,15 @@ class Batch:
         for i, cache in zip(kept, caches, strict=True):
             self._caches[i] = cache
 
-    def _new_rows(self, texts: Sequence[OpenText], count: int) -> TextRows:
-        rows = empty_rows(count, self._task.num_seen)
-        ropes = [layer.rope for layer in self._form.layers if layer.rope]
-        # Positions that change the wavelengths of all tokens, also of earlier ones.
-        changes = [r.original_length or 0 for r in ropes if r.kind == LENGTHENING[1]]
+    def _empty_rows(self, at: np.ndarray) -> TextRows:
+        """Returns rows without texts, given their numbers."""
+        if self._num_beams == 1:
+            return empty_rows(len(at), self._task.num_seen)
+        beams = empty_beams(at, self._num_beams, bucket(self._task.max_tokens))
+        return empty_rows(len(at), self._task.num_seen, beams)
+
+    def _new_rows(self, texts: Sequence[OpenText], at: np.ndarray) -> TextRows:
+        rows, changes = self._empty_rows(at), _lengthenings(self._form)
         for i, text in enumerate(texts):
             position = len(text.ids) - 1
             rows.tokens[i], rows.positions[i] = text.ids[-1], position
@@ -265,6 +281,8 @@ class Batch:
 
     def _collect(self, new: SampledTokens) -> list[OpenText]:
         """Adds new tokens to their texts; returns texts that have to be prefilled again."""
+        if self._num_beams > 1:
+            return self._collect_found()
         again, ended = [], []
         # Without the tokens seen, which may be many.
         rows, new = jax.device_get((self._rows._replace(seen=None), new))  # type: ignore[arg-type]
@@ -295,6 +313,36 @@ class Batch:
             active[ended] = False
             self._rows = self._rows._replace(active=active)
         return again
+
+    def _collect_found(self) -> list[OpenText]:
+        """Takes the texts of searches that are over, the best ones first."""
+        beams, stops = self._rows.beams, self._task.sampling_params.stops
+        assert beams is not None and stops is not None
+        active, written = jax.device_get((self._rows.active, self._rows.written))
+        for row in range(0, len(self._texts), self._num_beams):
+            text, there = self._texts[row], slice(row, row + self._num_beams)
+            if text is None:
+                continue
+            # Which tokens they are is known at the end.
+            text.ids += [0] * (int(written[row]) - text.num_written)
+            if active[row]:
+                continue
+            found = jax.device_get(jax.tree.map(lambda x, there=there: x[there], beams.found))
+            for i, one in enumerate(text.samples):
+                ids, log_probs = (x[i, : found.lengths[i]] for x in (found.ids, found.log_probs))
+                one.ids[one.start :] = ids.tolist()
+                one.log_probs = [(x, x, x) for x in log_probs.tolist()]
+                one.finish = "stop" if ids[-1] in stops else "length"
+                one.score = float(found.scores[i])
+                self._task.watch(one)
+            self._texts[there] = [None] * self._num_beams
+        return []
+
+
+def _lengthenings(form: ModelForm) -> list[int]:
+    """The positions that change the wavelengths of all tokens, also of earlier ones."""
+    ropes = [layer.rope for layer in form.layers if layer.rope]
+    return [rope.original_length or 0 for rope in ropes if rope.kind == LENGTHENING[1]]
 
 
 def _power(number: int) -> int:
@@ -384,6 +432,8 @@ class Completion:
         own: Whether the model wrote each token, bool, False for results of tools; None if it wrote
             all.
         messages: Its turns and the results of tools; None if it was written without tools.
+        score: Score of beam search: the sum of its log-probabilities, after `repetition_penalty`,
+            divided by its number of tokens to the power of `length_penalty`; None without beams.
     """
 
     prompt: int
@@ -397,6 +447,7 @@ class Completion:
     finish: Literal["stop", "length"]
     own: np.ndarray | None = None
     messages: list[dict[str, Any]] | None = None
+    score: float | None = None
 
 
 class Generator:
@@ -476,6 +527,9 @@ class Generator:
         stop: Collection[int | str] | None = None,
         seed: int = 0,
         num_samples: int = 1,
+        num_beams: int = 1,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
         max_batch: int = 256,
         on_text: Callable[[int, int, str], None] | None = None,
     ) -> list[Completion]:
@@ -490,6 +544,11 @@ class Generator:
         sampling_kind, sampling_params = _sampling(temperature, top_p, top_k, seed, **given)
         config = self._source.config
         stops, ends = _stops(stop, self._tokenizer, self._source)
+        search = search_params(num_beams, length_penalty, early_stopping)
+        if num_beams > 1:
+            sampling_kind = replace(sampling_kind, num_beams=num_beams)
+            checks.integer("num_beams", num_beams, most=config.vocab_size - (stops >= 0).sum())
+            _check_search(num_beams, num_samples, max_batch, temperature, ends)
         shown = StopStrings(self._tokenizer, ends)
         opened = [ids_and_images(prompt, self._tokenizer) for prompt in prompts]
         rows = [ids for ids, _ in opened]
@@ -498,8 +557,14 @@ class Generator:
                 known = f"below the vocabulary's size, {config.vocab_size}"
                 raise ValueError(checks.refused("prompts", f"ids {known}", max(ids)))
             _check_images(config.vision, ids, images)
+            for length in _lengthenings(self._source.form) if num_beams > 1 else ():
+                if len(ids) <= length < len(ids) + max_tokens - 1:
+                    raise ValueError(
+                        f"`num_beams`={num_beams:,} is not supported for texts that grow beyond "
+                        f"{length:,} tokens, where the model's rotary embeddings change"
+                    )
         numbers = (max_tokens, num_samples, max_batch, seed, float(temperature), top_p, top_k)
-        numbers += tuple(given.values())
+        numbers += (*given.values(), num_beams, length_penalty, early_stopping)
         ending = None if stop is None else sorted(map(repr, stop))
         shares = self._source.sharing.count > 1  # otherwise, pixels aren't copied
         pixels = [[x.tobytes() for x in images.values()] for _, images in opened if shares]
@@ -512,11 +577,15 @@ class Generator:
         sharing = self._source.sharing
         patches = (_patches(config.vision, images) for _, images in opened)
         memory = self._memory.with_images(max(patches))
-        form = memory.choose(size, min(-(-len(texts) // sharing.count), max_batch))
+        # One search finds all samples of a prompt.
+        searched = num_samples if num_beams > 1 else 1
+        groups = [texts[i : i + searched] for i in range(0, len(texts), searched)]
+        wanted = min(-(-len(groups) // sharing.count), max_batch // num_beams)
+        form = memory.with_beams(num_beams).choose(size, wanted * num_beams)
         task = WritingTask(
             max_tokens=max_tokens,
             sampling_kind=sampling_kind,
-            sampling_params=sampling_params._replace(stops=stops),  # type: ignore[arg-type]
+            sampling_params=sampling_params._replace(stops=stops, search=search),  # type: ignore
             check=shown.num_kept,
             watch=lambda text: on_text and on_text(text.prompt, text.sample, shown.words(text)),
             num_rows=form.num_rows,
@@ -529,10 +598,13 @@ class Generator:
         if not isinstance(self._decoding, kind):
             self._decoding = None  # first, so that its memory is free
             self._decoding = kind(source)
-        own = sharing.own(texts)
-        Batch(source.form, self._decoding, task, self._memory.shapes).write(own)
+        own = sharing.own(groups)
+        for group in own if num_beams > 1 else ():
+            group[0].samples = group
+        batch = Batch(source.form, self._decoding, task, self._memory.shapes)
+        batch.write([group[0] for group in own])
         if sharing.count > 1:
-            _join(sharing, texts, own)
+            _join(sharing, texts, [text for group in own for text in group])
         return [self._completion(text, shown.words(text)) for text in texts]
 
     def _completion(self, text: OpenText, words: str) -> Completion:
@@ -549,6 +621,7 @@ class Generator:
             tempered_log_probs=tempered,
             drawn_log_probs=drawn,
             finish=text.finish,
+            score=text.score,
         )
 
 
@@ -621,14 +694,17 @@ def _join(sharing: Sharing, texts: Sequence[OpenText], own: Sequence[OpenText]) 
             np.array(ends, np.int32).reshape(-1, 3),
             np.array(tokens, np.int32),
             np.array(numbers, np.float32).reshape(-1, 3),
+            np.array([text.score for text in own], np.float32),
         ]
     )
     at = 0
-    for text, (count, finish, is_cut) in zip(texts, found[0].tolist(), strict=True):
+    each = zip(texts, found[0].tolist(), found[3].tolist(), strict=True)
+    for text, (count, finish, is_cut), score in each:
         written = slice(at, at + count)
         text.ids[text.start :] = found[1][written].tolist()
         text.log_probs = list(map(tuple, found[2][written].tolist()))
         text.finish, text.is_cut = _FINISHES[finish], bool(is_cut)
+        text.score = None if np.isnan(score) else score
         at += count
 
 
@@ -645,6 +721,9 @@ def generate(
     stop: Collection[int | str] | None = None,
     seed: int = 0,
     num_samples: int = 1,
+    num_beams: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: bool | Literal["never"] = False,
     tokenizer: Any = None,
     dtype: Any = None,
     device_budget: int | str | None = None,
@@ -683,16 +762,24 @@ def generate(
         seed: Seed of the draws. A draw depends on it, the number of the prompt, the number of the
             sample and the number of the token alone.
         num_samples: Number of completions of each prompt.
+        num_beams: Number of beams that look for the most likely completion, at temperature 0, by
+            the rules of Transformers; 1 for none. `num_samples` completions, at most as many as
+            beams, are the best ones that are found, best first.
+        length_penalty: Beams compare completions by their log-probability divided by this power of
+            their numbers of tokens: a larger one prefers longer ones.
+        early_stopping: When beam search ends: True once there are as many completions as beams,
+            False if then no beam seems to become better, and "never" if none can.
         tokenizer: A Transformers tokenizer, or any object with `encode(text)` and `decode(ids)`;
             None if prompts are ids. If its `decode` has the option `skip_special_tokens`, the texts
             have none.
         dtype: The dtype to compute in; None for the run's or the parameters' own.
         device_budget: Maximum bytes of device memory, as a number or as text such as "22 GiB"; None
             for nine tenths of the memory that is free.
-        max_batch: Maximum number of texts that are written at a time, by each process.
+        max_batch: Maximum number of texts that are written at a time, by each process; each beam
+            is one.
         on_text: A function that is called whenever a text has some new tokens, with the number of
             its prompt, the number of its sample, and the text so far; in the process that writes
-            it.
+            it. Beam search calls it with the whole text.
         params: "ema" for the averages that a run with `ema_decay` keeps of its parameters.
 
     Returns:
@@ -748,6 +835,24 @@ def _sampling(
     return sampling_kind, sampling_params._replace(
         min_p=jnp.float32(min_p), repetition_penalty=jnp.float32(repetition_penalty)
     )
+
+
+def _check_search(
+    num_beams: int, num_samples: int, max_batch: int, temperature: float, ends: Sequence[str]
+) -> None:
+    """Checks that other options fit beam search.
+
+    Raises:
+        ValueError: If one doesn't.
+    """
+    for name, value, fits, allowed in (
+        ("temperature", temperature, temperature == 0, "0"),
+        ("num_samples", num_samples, num_samples <= num_beams, f"at most {num_beams}"),
+        ("max_batch", max_batch, max_batch >= num_beams, f"at least {num_beams}"),
+        ("stop", ends, not ends, "token ids"),
+    ):
+        if not fits:
+            raise ValueError(checks.refused(name, f"{allowed} with `num_beams`={num_beams}", value))
 
 
 def _stops(stop: Any, tokenizer: Any, source: WeightSource) -> tuple[np.ndarray, list[str]]:

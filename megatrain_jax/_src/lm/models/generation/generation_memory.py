@@ -72,7 +72,7 @@ class GenerationMemory:
         self._bytes = source.sharing.least(own)
         self._host_bytes = source.sharing.least(_HOST_SHARE * available_bytes())
         self._source = source
-        self._patches = 0
+        self._patches, self._num_beams = 0, 1
         self.shapes = _shapes(source, source.ends), [_shapes(source, x) for x in source.layers]
         caches = shapes_of(source.form, *self.shapes)
         # Bytes of each layer's cache of one text with some number of tokens.
@@ -104,19 +104,26 @@ class GenerationMemory:
         other._patches = patches
         return other
 
+    def with_beams(self, num_beams: int) -> "GenerationMemory":
+        """Returns the memory for texts that are written so many at a time, or a multiple of it."""
+        other = copy.copy(self)
+        other._num_beams = num_beams
+        return other
+
     def choose(self, size: int, wanted: int) -> DecodeForm:
         """Chooses the form of the decode, by bytes.
 
         Args:
             size: Number of tokens of the longest text.
-            wanted: Number of texts to write at a time.
+            wanted: Number of texts to write at a time; each beam is one.
 
         Raises:
             MemoryError: If not even one text fits.
         """
         if self._bytes == math.inf:
             return DecodeForm(True, wanted)
-        resident = _most(wanted, lambda n: self.needs(size, n, resident=True) <= self._bytes)
+        beams = self._num_beams
+        resident = _most(wanted, lambda n: self.needs(size, n, resident=True) <= self._bytes, beams)
         if resident >= min(wanted, _ENOUGH):
             return DecodeForm(True, resident)
         forms = [self._streamed(size, wanted, most) for most in (0, len(self.pageable))]
@@ -124,10 +131,11 @@ class GenerationMemory:
         form = max(forms, key=lambda form: form.num_rows / self.link_bytes(size, form))
         if form.num_rows:
             return form
-        least = self.needs(size, 1, resident=False, num_pages=len(self.pageable))
+        least = self.needs(size, beams, resident=False, num_pages=len(self.pageable))
+        text = "one text" if beams == 1 else f"one search with {beams:,} beams"
         shorter = "shorter prompts" + (", or fewer images" if self._patches else "")
         raise MemoryError(
-            f"not one text of {size:,} tokens fits on the device: with two layers, embeddings and "
+            f"not {text} of {size:,} tokens fits on the device: with two layers, embeddings and "
             f"head, {sized(self._weights(resident=False))}, and temporaries, it takes "
             f"{sized(least)}, but there are {sized(int(self._bytes))}. Pass a larger "
             f"`device_budget`, fewer `max_tokens` or {shorter}"
@@ -168,7 +176,8 @@ class GenerationMemory:
 
     def _streamed(self, size: int, wanted: int, most_pages: int) -> DecodeForm:
         """Returns the form of a streamed decode with a maximum number of pages."""
-        number = _most(wanted, lambda n: self._num_pages(size, n) <= most_pages)
+        beams = self._num_beams
+        number = _most(wanted, lambda n: self._num_pages(size, n) <= most_pages, beams)
         pages = self._num_pages(size, number) if number else 0
         return DecodeForm(False, number, self.pages_of(int(pages)))
 
@@ -211,9 +220,10 @@ def _width_alive(hidden_size: int, intermediate_size: int) -> int:
     return 8 * hidden_size + 3 * intermediate_size
 
 
-def _most(wanted: int, fits: Callable[[int], bool]) -> int:
-    """Returns the largest number, at most `wanted`, that fits; 0 if none does."""
-    return bisect.bisect_left(range(1, wanted + 1), True, key=lambda number: not fits(number))
+def _most(wanted: int, fits: Callable[[int], bool], unit: int) -> int:
+    """Returns the largest multiple of a unit, at most `wanted`, that fits; 0 if none does."""
+    multiples = range(unit, wanted + 1, unit)
+    return unit * bisect.bisect_left(multiples, True, key=lambda number: not fits(number))
 
 
 def _free_bytes(device: Any) -> float:
