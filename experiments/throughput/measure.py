@@ -38,8 +38,9 @@ from shapes import Shape, add_shape_options, chosen_shape
 from timing import MIN_STEPS, Times, Work, time_from_rest, time_long_steps, time_steps
 
 import megatrain_jax as mt
-from megatrain_jax._src.common.sizes import rate_of
+from megatrain_jax._src.common.sizes import bytes_of, rate_of
 from megatrain_jax._src.engine.spec import bound_step as steps
+from megatrain_jax._src.engine.state import pool
 from megatrain_jax._src.engine.state.network import measured_rate
 from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
 
@@ -54,6 +55,8 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     if args.device_budget == "all":
         # The yardstick of streaming: the same arithmetic, every stage computed again in backward.
         steps.find_residuals = lambda stage: None
+    if args.pinned is not None:
+        pin_at_most(bytes_of("pinned", args.pinned))
     batches = cycle([own_part(random_batch(shape, seed)) for seed in range(_BATCHES)])
     start = time.perf_counter()
     trainer = make_trainer(args, shape)
@@ -95,6 +98,19 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
         "seconds_from_process_start_to_first_step": ends[0][1],
         "losses": losses + times.losses,
     }
+
+
+def pin_at_most(num_bytes: int) -> None:
+    """Lets the pool refuse to reserve more pinned memory than this."""
+    reserve = pool.reserve
+
+    def limited(placement: Any, needed: int, *rest: Any) -> None:
+        print(f"pinning {needed / GIB:.2f} of {num_bytes / GIB:.2f} GiB", flush=True)
+        if needed > num_bytes:
+            raise pool.PinningRefusedError(f"{needed} bytes are too many", num_bytes)
+        reserve(placement, needed, *rest)
+
+    pool.reserve = limited
 
 
 def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
@@ -187,6 +203,7 @@ def figures_of_plan(plan: mt.Plan) -> dict[str, Any]:
         "stages_computed_again": plan.num_again,
         "planned_microbatches": plan.microbatches,
         "waves": plan.waves,
+        "planned_disk_gib": plan.disk_bytes / GIB,
         "planned_link_share": plan.link_share,
     }
 
@@ -288,6 +305,9 @@ def parse_arguments() -> argparse.Namespace:
         "--disk-dir", help="folder for state that the host budget leaves no room for"
     )
     parser.add_argument(
+        "--pinned", help="as if the system refused to pin more host memory than this, as in 24GiB"
+    )
+    parser.add_argument(
         "--network", help="rate between hosts, for the plan, as in 10GB/s, or measured"
     )
     parser.add_argument(
@@ -348,6 +368,7 @@ def main() -> None:
         "device_budget": args.device_budget,
         "host_budget": args.host_budget,
         "disk_dir": args.disk_dir,
+        "pinned_bytes": args.pinned and bytes_of("pinned", args.pinned),
         "network_bytes_per_s": args.network,
         "state_per_process": args.state_per_process,
         "clip": args.clip,

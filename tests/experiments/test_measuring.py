@@ -156,6 +156,7 @@ def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
         waves=None,
         host_budget=None,
         disk_dir=None,
+        pinned=None,
         network=None,
         state_per_process=False,
         devices=1,

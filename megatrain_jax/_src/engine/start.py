@@ -19,7 +19,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -80,7 +80,12 @@ from megatrain_jax._src.engine.spec.state_choice import choose_state, copied, sh
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
 from megatrain_jax._src.engine.state import pool
-from megatrain_jax._src.engine.state.drive import Drives, check_space, in_memory
+from megatrain_jax._src.engine.state.drive import (
+    ORDINARY_MEMORY,
+    check_space,
+    drives_of,
+    in_memory,
+)
 from megatrain_jax._src.engine.state.drive import measured_rates as measured_disk_rates
 from megatrain_jax._src.engine.state.hardware import Hardware, card_here, within_pools
 from megatrain_jax._src.engine.state.network import measured_rate
@@ -102,11 +107,9 @@ _IN_MEMORY = (
     "`disk_dir`={!r} lies in the host's memory itself, so that nothing is saved by keeping state "
     "there: give a folder of a drive (`df -T` tells)"
 )
-# A folder in ordinary memory, for state that can't be pinned.
-_SHARED_MEMORY = Path("/dev/shm")
 _LITTLE_PINNED = (
     "the system pinned {} of host memory and refused more, so the rest of the state rests in "
-    "ordinary memory (in /dev/shm), from where it is copied through pinned memory: that takes "
+    "ordinary memory, from where it is copied through pinned memory: that takes "
     "longer. See `disk_dir`"
 )
 # A shorter start is not explained.
@@ -137,7 +140,7 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
     if hardware:
         count, here = placement.process_counts
         hardware = replace(hardware, hosts=max(1, count // here), copies=1)
-        hardware = _with_disks(hardware, run, placement.processes)
+        hardware = _with_disks(hardware, run.disk_folders, placement.processes)
     run = replace(run, hardware=hardware, mesh=mesh)
     if machine is not None or run.disk_folders:
         run = replace(run, host_budget=agreed_host_budget(run, placement))
@@ -154,14 +157,14 @@ def _own_mesh(placement: Placement) -> Mesh:
     return Mesh(placement.devices, ("data",))
 
 
-def _with_disks(hardware: Hardware, run: Options, processes: Processes) -> Hardware:
+def _with_disks(hardware: Hardware, folders: Sequence[Path], processes: Processes) -> Hardware:
     """The hardware with the measured rates of the disks that a run may use, or without disks."""
-    if not run.disk_folders:
+    if not folders:
         return replace(hardware, disk_read_bytes_per_s=None, disk_write_bytes_per_s=None)
     if hardware.disk_read_bytes_per_s is not None:
         return hardware
     processes.gather("beginning to time disks", None)  # processes of one host share its disks
-    rates = processes.gather("timing disks", measured_disk_rates(run.disk_folders))
+    rates = processes.gather("timing disks", measured_disk_rates(folders))
     read, written, both = (processes.num_here * min(each) for each in zip(*rates, strict=True))
     return replace(
         hardware,
@@ -367,17 +370,18 @@ def start(run: Prepared) -> tuple[RunSpec, Engine, Mapping[str, float]]:
 
 
 def _started_with_what_is_pinned(run: Prepared, phases: Phases) -> tuple[RunSpec, Engine]:
-    """The started run; if the system refuses to pin all of its state, with the rest in a file."""
+    """The started run; if the system refuses to pin all of its state, without pinning the rest."""
     try:
         return _started(run, run.spec, phases)
     except PinningRefusedError as error:
-        has_place = _SHARED_MEMORY.is_dir() and in_memory(_SHARED_MEMORY)
-        is_alone = run.placement.processes.count == 1
-        if run.spec.options.disk_folders or not is_alone or not has_place:
+        processes = run.placement.processes
+        if run.spec.options.disk_folders or processes.count > 1:
             raise
         warn_of([_LITTLE_PINNED.format(sized(error.num_pinned))])
         num_bytes = error.num_pinned * len(run.placement.local_devices)
-        return _started(run, within_pinned(run.spec, num_bytes, _SHARED_MEMORY), phases)
+        machine = run.spec.options.machine
+        hardware = machine and _with_disks(machine, [ORDINARY_MEMORY], processes)
+        return _started(run, within_pinned(run.spec, num_bytes, hardware), phases)
 
 
 def _started(run: Prepared, spec: RunSpec, phases: Phases) -> tuple[RunSpec, Engine]:
@@ -433,12 +437,11 @@ def _started(run: Prepared, spec: RunSpec, phases: Phases) -> tuple[RunSpec, Eng
         disk = None
         if spec.on_disk:
             folders = spec.options.disk_folders
-            found = [x for x in folders if x != _SHARED_MEMORY and in_memory(x)]
+            found = [x for x in folders if x != ORDINARY_MEMORY and in_memory(x)]
             if processes.is_first and found:
                 warn_of([_IN_MEMORY.format(str(found[0]))])
-            drives = Drives(folders)
             parts = {key: arrays_of(spec, key) for key in spec.on_disk}
-            disk = Disk(drives, parts, spec.on_disk, placement)
+            disk = Disk(drives_of(folders), parts, spec.on_disk, placement)
         key = jax.random.key(spec.options.seed)
         store = Store(spec.layouts, placement, key, scaling, disk)
         fill_store(spec, store, kernels, initial, bar.update)

@@ -400,7 +400,9 @@ def _sized(drives: Drives, rng: random.Random) -> list[Any]:
     return [drives.place(size) for size in sizes]
 
 
-@pytest.mark.parametrize(("number", "most"), [(1, 2**30), (3, 2**21)], ids=["1", "3"])
+@pytest.mark.parametrize(
+    ("number", "most"), [(0, 2**30), (1, 2**30), (3, 2**21)], ids=["memory", "1", "3"]
+)
 def test_what_is_written_is_read_again(
     number: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -408,7 +410,8 @@ def test_what_is_written_is_read_again(
     # A system may transfer less than it is asked to.
     monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:most], at))
     monkeypatch.setattr(os, "preadv", lambda file, data, at: read(file, [data[0][:most]], at))
-    drives = Drives([tmp_path / str(i) for i in range(number)])
+    folders = [tmp_path / str(i) for i in range(number)]
+    drives = drive.drives_of(folders or [drive.ORDINARY_MEMORY])
     ranges = _sized(drives, rng)
     drives.reserve()
     data = [
@@ -508,7 +511,6 @@ def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.Mon
         assert drive.in_memory(tmp_path / "later") is expected
 
 
-@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs /dev/shm")
 def test_state_that_can_t_be_pinned_rests_in_ordinary_memory(monkeypatch: pytest.MonkeyPatch):
     memory = make_trainer(CASE, OPTIMIZERS["clip_adamw"], budget="minimum")
     asked: list[int] = []
@@ -532,9 +534,8 @@ def test_state_that_can_t_be_pinned_rests_in_ordinary_memory(monkeypatch: pytest
         fitted, limited = start.fit_to_host, start.within_pinned
         patch.setattr(start, "fit_to_host", fit)
         patch.setattr(start, "within_pinned", within)
-        patch.setattr(start, "in_memory", drive.in_memory)
         patch.setattr(pool, "reserve", refusing)
-        with warns(UserWarning, "pinned", "`disk_dir`", "/dev/shm"):
+        with warns(UserWarning, "pinned", "`disk_dir`", "ordinary memory"):
             little = make_trainer(CASE, OPTIMIZERS["clip_adamw"], budget="minimum")
     assert len(asked) == 2 and spec_of(little).on_disk
     check_alike(memory, little)
@@ -582,7 +583,8 @@ def test_a_url_is_no_folder_of_a_drive(given: Any):
 def test_a_drive_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(drive, "_MEASURED_BYTES", 2**20)
     monkeypatch.setattr(drive, "_MEASURED_SECONDS", 1e-9)
-    assert all(rate > 0 for rate in drive.measured_rates([tmp_path]))
+    for folder in tmp_path, drive.ORDINARY_MEMORY:
+        assert all(rate > 0 for rate in drive.measured_rates([folder]))
     assert not list(tmp_path.iterdir())
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -261,17 +260,23 @@ def test_what_can_t_be_pinned_rests_in_a_folder_in_memory(monkeypatch: pytest.Mo
     whole = fit_to_host(spec)
     assert whole is not None and not whole.on_disk
     needed = host.host_process(whole, 1, 1).pool_bytes(host.peak_bytes(whole.first))
-    limited = host.within_pinned(spec, needed // 2, Path("/dev/shm"))
+    slow, fast = (
+        dataclasses.replace(
+            machine, disk_read_bytes_per_s=x, disk_write_bytes_per_s=x, disk_bytes_per_s=x
+        )
+        for x in (1e6, 1e11)
+    )
+    limited = host.within_pinned(spec, needed // 2, fast)
     found = fit_to_host(limited)
     assert found is not None and found.on_disk
     process, peak = host.host_process(found, 1, 1), host.peak_bytes(found.first)
     assert process.pool_bytes(peak) <= needed // 2
+    slower = fit_to_host(host.within_pinned(spec, needed // 2, slow))
+    assert found.first.schedule.seconds < slower.first.schedule.seconds / 2
     assert limited.options.host_bytes is not None and limited.options.disk_bytes is not None
     assert limited.options.host_bytes + limited.options.disk_bytes == free
     options = dataclasses.replace(spec.options, host_budget=free // 4)
-    limited = host.within_pinned(
-        dataclasses.replace(spec, options=options), needed // 2, Path("/dev/shm")
-    )
+    limited = host.within_pinned(dataclasses.replace(spec, options=options), needed // 2, machine)
     assert limited.options.host_bytes is not None and limited.options.disk_bytes is not None
     assert limited.options.host_bytes + limited.options.disk_bytes == free // 4
 

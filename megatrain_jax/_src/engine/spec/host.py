@@ -28,7 +28,6 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from megatrain_jax._src.common.host_memory import available_bytes, resident_bytes
 from megatrain_jax._src.common.keys import Kind
@@ -40,15 +39,18 @@ from megatrain_jax._src.engine.schedule.tasks import build_task_lists
 from megatrain_jax._src.engine.schedule.transient_host_bytes import least_transient_host_bytes
 from megatrain_jax._src.engine.schedule.workload import Workload
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
-from megatrain_jax._src.engine.spec.costs import TYPICAL_DISK, batch_bytes
+from megatrain_jax._src.engine.spec.costs import TYPICAL_DISK, batch_bytes, disk_link
 from megatrain_jax._src.engine.spec.disk import state_for_disks
 from megatrain_jax._src.engine.spec.rescheduled import (
+    with_disks,
     with_recomputed_spans,
     with_state_on_disk,
     workload_with_recomputed_spans,
 )
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.state import pool
+from megatrain_jax._src.engine.state.drive import ORDINARY_MEMORY
+from megatrain_jax._src.engine.state.hardware import Hardware
 from megatrain_jax._src.engine.state.placement import Placement
 from megatrain_jax._src.engine.state.pool_limit import beside_bytes
 
@@ -333,13 +335,14 @@ def process_base_bytes() -> int:
     return resident_bytes() + _COMPILING
 
 
-def within_pinned(spec: RunSpec, num_pinned: int, folder: Path) -> RunSpec:
-    """The run in a process that can pin only so many bytes; the rest of its state has a folder.
+def within_pinned(spec: RunSpec, num_pinned: int, hardware: Hardware | None) -> RunSpec:
+    """The run in a process that can pin only so many bytes; the rest rests in ordinary memory.
 
     Args:
         spec: The run, of one process.
         num_pinned: Bytes that its pools can have in all.
-        folder: A folder that lies in the host's memory.
+        hardware: The run's hardware, with the rates of copies within the host's memory as those of
+            disks.
     """
     process = host_process(spec, 1, 1)
     arrays = most_that_fit(
@@ -349,9 +352,16 @@ def within_pinned(spec: RunSpec, num_pinned: int, folder: Path) -> RunSpec:
     # Both are in the host's memory, so a given `host_budget` limits their sum.
     rest = max(0, min(available_bytes(), spec.options.host_bytes or sys.maxsize) - budget)
     options = dataclasses.replace(
-        spec.options, host_budget=budget, disk_dir=folder, disk_budget=rest
+        spec.options,
+        host_budget=budget,
+        disk_dir=(str(ORDINARY_MEMORY),),
+        disk_budget=rest,
+        hardware=hardware,
     )
-    return dataclasses.replace(spec, options=options)
+    first = spec.first
+    if hardware is not None:
+        first = with_disks(first, disk_link(hardware, first.num_devices))
+    return dataclasses.replace(spec, options=options, first=first)
 
 
 def check_host(spec: RunSpec, num_processes: int, processes_per_host: int) -> None:

@@ -11,7 +11,7 @@ from megatrain_jax._src.common.keys import Key
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.schedule.schedule import Schedule
 from megatrain_jax._src.engine.schedule.search import find_schedule, reschedule, whole_schedule
-from megatrain_jax._src.engine.schedule.workload import Costs, Link, Workload
+from megatrain_jax._src.engine.schedule.workload import Costs, DiskLink, Link, Workload
 from megatrain_jax._src.engine.spec.activations import last_read_by_task, recomputed_stages
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
@@ -51,6 +51,16 @@ def with_state_on_disk(
 
     selective = step.selective and of(step.selective)
     return _rescheduled(step, of(step.workload), selective, device_budget, host_room)
+
+
+def with_disks(step: BoundStep, link: DiskLink) -> BoundStep:
+    """A training step, nothing of which is on disks, with the rates of other disks."""
+
+    def of(workload: Workload) -> Workload:
+        return dataclasses.replace(workload, costs=dataclasses.replace(workload.costs, disk=link))
+
+    selective = step.selective and of(step.selective)
+    return dataclasses.replace(step, workload=of(step.workload), selective=selective)
 
 
 def in_waves(step: BoundStep, waves: int, device_budget: int | None) -> BoundStep:

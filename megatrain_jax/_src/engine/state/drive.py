@@ -9,6 +9,8 @@ Example: 20 MiB on two drives, in pieces of 8 MiB::
     piece          0          1          2
     of the range   0 –  8     8 – 16     16 – 20
     in file        first      second     first, after the piece before
+
+`OrdinaryMemory` has ranges in memory that isn't pinned instead, without checksums.
 """
 
 import errno
@@ -35,9 +37,13 @@ _PIECE_BYTES = 2**23
 _ALIGNMENT = 4096
 # A drive needs several requests at once to be fast.
 _THREADS = 4
+# Threads that copy memory each way, at most: one core doesn't keep up with a GPU's link.
+_COPYING_THREADS = 8
 # Bytes copied at a time to measure a drive, and the seconds in which this is repeated.
 _MEASURED_BYTES, _MEASURED_SECONDS = 2**29, 1.0
 _MOUNTS = Path("/proc/self/mountinfo")
+# Stands for the folder of a drive where state rests in memory that isn't pinned.
+ORDINARY_MEMORY = Path("ordinary memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +89,7 @@ class Drives:
             with _told(folder, "can't be used"):
                 folder.mkdir(parents=True, exist_ok=True)
                 self._files.append(_unnamed_file(folder))
-        self._readers, self._writers = (
-            ThreadPoolExecutor(_THREADS * len(self._folders), thread_name_prefix=f"disk {what}")
-            for what in ("reads", "writes")
-        )
+        self._start_threads(_THREADS * len(self._folders))
 
     @property
     def num_bytes(self) -> int:
@@ -146,6 +149,12 @@ class Drives:
             threads.shutdown(cancel_futures=True)
         self._close()
 
+    def _start_threads(self, number: int) -> None:
+        self._readers, self._writers = (
+            ThreadPoolExecutor(number, thread_name_prefix=f"disk {what}")
+            for what in ("reads", "writes")
+        )
+
     def _buffer(self) -> memoryview:
         """This thread's memory for direct transfers."""
         if not hasattr(self._buffers, "memory"):
@@ -181,9 +190,50 @@ class Drives:
                 f"`disk_dir`={str(folder)!r}: the drive has returned other bytes than were written "
                 "there. Continue from the last checkpoint, and check the drive",
             )
-        first, last = max(begin, piece.start), min(begin + out.size, piece.start + piece.num_bytes)
-        own = slice(first - piece.start, last - piece.start)
-        out[first - begin : last - begin] = np.frombuffer(found, np.uint8)[own]
+        _copy_part(np.frombuffer(found, np.uint8), piece.start, out, begin)
+
+
+class OrdinaryMemory(Drives):
+    """Ranges of bytes in memory that isn't pinned."""
+
+    def __init__(self) -> None:
+        """Has no ranges yet."""
+        self._lengths = [0]
+        self._start_threads(min(_COPYING_THREADS, os.cpu_count() or 1))
+
+    def reserve(self) -> None:
+        """Takes the memory; the system gives its pages when they are written."""
+        memory = mmap.mmap(-1, max(1, self.num_bytes))
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = np.frombuffer(memory, np.uint8)
+
+    def close(self) -> None:
+        """Ends the threads; nothing refers to the memory then."""
+        for threads in (self._readers, self._writers):
+            threads.shutdown(cancel_futures=True)
+        self._memory = np.empty(0, np.uint8)
+
+    def _of(self, piece: _Piece) -> np.ndarray:
+        return self._memory[piece.offset : piece.offset + piece.num_bytes]
+
+    def _write(self, where: Range, number: int, data: Callable[[], np.ndarray]) -> None:
+        piece = where.pieces[number]
+        self._of(piece)[:] = data()[piece.start : piece.start + piece.num_bytes]
+
+    def _read(self, where: Range, number: int, out: np.ndarray, begin: int = 0) -> None:
+        piece = where.pieces[number]
+        _copy_part(self._of(piece), piece.start, out, begin)
+
+
+def drives_of(folders: Sequence[Path]) -> Drives:
+    """Ranges of bytes in these folders, or in ordinary memory if the only one stands for that."""
+    return OrdinaryMemory() if list(folders) == [ORDINARY_MEMORY] else Drives(folders)
+
+
+def _copy_part(found: np.ndarray, start: int, out: np.ndarray, begin: int) -> None:
+    """Copies the bytes that `found`, from `start` on, and `out`, from `begin` on, share."""
+    first, last = max(begin, start), min(begin + out.size, start + found.size)
+    out[first - begin : last - begin] = found[first - start : last - start]
 
 
 @contextmanager
@@ -226,7 +276,8 @@ def check_space(folders: Sequence[Path], num_bytes: int) -> None:
         OSError: If a drive has too little space.
     """
     for folder in folders:
-        _check_free(folder, num_bytes // len(folders))
+        if folder != ORDINARY_MEMORY:  # whose size was limited by what is available
+            _check_free(folder, num_bytes // len(folders))
 
 
 def _check_free(folder: Path, num_bytes: int) -> None:
@@ -284,14 +335,15 @@ def measured_rates(folders: Sequence[Path]) -> tuple[float, float, float]:
     Raises:
         OSError: If a folder can't be written.
     """
-    drives = Drives(folders)
+    drives = drives_of(folders)
     try:
         # A little of what is free, because nothing may come to rest there.
-        size = max(_PIECE_BYTES, min(_MEASURED_BYTES, *(_free_bytes(x) // 8 for x in folders)))
+        free = [_free_bytes(x) for x in folders if x != ORDINARY_MEMORY]
+        size = max(_PIECE_BYTES, min([_MEASURED_BYTES, *(x // 8 for x in free)]))
         first, second = (drives.place(size) for _ in range(2))
         drives.reserve()
         data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-        into = np.empty_like(data)
+        into = data.copy()  # its pages exist before it is timed
 
         def write(where: Range) -> Sequence[Future]:
             return drives.write(where, lambda: data)
