@@ -274,10 +274,11 @@ def test_rows_too_long_for_a_mask_have_marks_or_no_kernel(monkeypatch, widest):
         assert found == (0 if widest == WIDTH and longest == 94 else expected)
 
 
-def test_chosen_keys_are_a_mask_of_the_kernel_but_in_rows_too_long_for_one(monkeypatch):
-    monkeypatch.setattr(causal_attention, "_MASKED", 90)
+def test_chosen_keys_are_a_mask_of_the_kernel_of_all_queries_or_of_some_at_a_time(monkeypatch):
     bits = jax.ShapeDtypeStruct((ROWS, 96, 12), jnp.uint8)
-    for longest, expected in ((94, 0), (96, forward_of(mask_of(96, 96, True, None)))):
+    whole = forward_of(mask_of(96, 96, True, None))
+    parts = sum(forward_of(mask_of(16, stop, False, None)) for stop in range(16, 97, 16))
+    for longest, expected in ((40, parts), (96, whole)):
         monkeypatch.setattr(causal_attention, "_LONGEST_MASKED", longest)
         with planned_for(WIDTH + 64):
             attend = functools.partial(causal_attention.attend_to_chosen, scale=None)

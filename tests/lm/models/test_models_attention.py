@@ -116,19 +116,34 @@ def in_rows_of_images(q, k, v, segments=SEGMENTS, **options):
     ],
 )
 def test_a_kernel_is_told_what_the_pieces_compute(function, masked, monkeypatch):
+    monkeypatch.setattr(causal_attention, "_MASKED", masked)
+    calls = calls_of_kernel(function, monkeypatch)
+    assert len(calls) == ("softcap" not in getattr(function, "keywords", ()))
+
+
+def test_a_kernel_is_told_the_chosen_keys_of_some_queries_at_a_time(monkeypatch):
+    monkeypatch.setattr(causal_attention, "_LONGEST_MASKED", 8)
+    function = functools.partial(attend_to_chosen, chosen=CHOSEN, scale=0.5)
+    calls = calls_of_kernel(function, monkeypatch)
+    assert {q[1] for q, _ in calls} == {2, 1}
+    assert [k[1] for _, k in calls] == [4, 8, 12, 16, 20, 21]
+
+
+def calls_of_kernel(function, monkeypatch) -> list[Any]:
+    """Compares a function with and without a kernel, and returns the shapes that this gets."""
     calls = []
 
     def kernel(q, k, v, *, mask, scale, is_causal, local_window_size, implementation):
         assert implementation == "cudnn"
-        calls.append(q.shape)
-        here, there = np.mgrid[: q.shape[1], : q.shape[1]]
+        calls.append((q.shape, k.shape))
+        here, there = np.mgrid[: q.shape[1], : k.shape[1]]
         seen = np.full(here.shape, True) if mask is None else mask
         if is_causal:
             seen &= there <= here
         if local_window_size is not None:
             assert mask is None and local_window_size[1] == 0
             seen &= here - there <= local_window_size[0]
-        scores = jnp.where(seen, jnp.einsum("bmhd,bnhd->bhmn", q, k) * scale, -jnp.inf)
+        scores = jnp.where(seen, jnp.einsum("bmhd,bnhd->bhmn", q, k) * scale, -1e30)
         return jnp.einsum("bhmn,bnhd->bmhd", jax.nn.softmax(scores, axis=-1), v)
 
     def both():
@@ -142,12 +157,11 @@ def test_a_kernel_is_told_what_the_pieces_compute(function, masked, monkeypatch)
 
     expected = both()
     monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
-    monkeypatch.setattr(causal_attention, "_MASKED", masked)
     monkeypatch.setattr(causal_attention, "_widest_heads", lambda: 128)
     monkeypatch.setattr(causal_attention, "fits_cudnn", lambda q, packed: True)
     for a, b in zip(both(), expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
-    assert len(calls) == ("softcap" not in getattr(function, "keywords", ()))
+    return calls
 
 
 @pytest.mark.by_default("1.0")
@@ -187,7 +201,7 @@ def test_chosen_keys_of_a_long_row_are_bits():
     segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
     def total(q, weights, index, k, segments):
-        chosen = choose_keys(q, weights, index, segments, 2048)
+        chosen: Any = choose_keys(q, weights, index, segments, 2048)
         return jnp.sum(attend_to_chosen(q, k, k, chosen, None).astype(jnp.float32))
 
     traced = jax.make_jaxpr(jax.grad(total, (0, 3)))(q, weights, index, k, segments)

@@ -104,18 +104,7 @@ def attention(
 
 
 def _in_rows(
-    q,
-    k,
-    v,
-    segments,
-    window,
-    softcap,
-    scale,
-    sinks=None,
-    piece=None,
-    images=None,
-    ahead=0,
-    bits=None,
+    q, k, v, segments, window, softcap, scale, sinks=None, piece=None, images=None, ahead=0
 ) -> Queries:
     """Computes attention within rows; see `attention` and `in_spans`."""
     length = q.shape[1]
@@ -123,15 +112,13 @@ def _in_rows(
     # A window of the full length restricts nothing, and attention without a window is faster.
     if window is not None and window >= length:
         window = None
-    needs_mask = images is not None or bits is not None
-    fits = fits_cudnn(q, packed=segments is not None or needs_mask)
-    if softcap is None and sinks is None and fits and (length <= _LONGEST_MASKED or not needs_mask):
-        own = {"images": images, "bits": bits}
-        return _by_cudnn(q, k, v, segments, scale, window, causal=images is None, **own)
+    is_causal = images is None
+    fits = fits_cudnn(q, packed=segments is not None or not is_causal)
+    if softcap is None and sinks is None and fits and (is_causal or length <= _LONGEST_MASKED):
+        return _by_cudnn(q, k, v, segments, scale, window, causal=is_causal, images=images)
     piece = min(piece or piece_of(q.shape), length)
     spans = tuple(spans_of(length, piece))
-    options = sinks, spans, piece, window, softcap, scale, images, ahead
-    return in_spans(q, k, v, segments, *options, bits)
+    return in_spans(q, k, v, segments, sinks, spans, piece, window, softcap, scale, images, ahead)
 
 
 def _by_cudnn(
@@ -151,9 +138,9 @@ def _by_cudnn(
     mask = None
     if segments is not None and images is None and _marks_fit(q, window):
         q, k, v = mark(q, k, v, segments, scale)
-    elif bits is not None or images is not None or causal and segments is not None:
+    elif causal and segments is not None or images is not None or bits is not None:
         own, others = (segments, images, bits), (segments, images)
-        mask, window = _seen(own, others, 0, length, length, window)[:, 0], None
+        mask, window = _seen(own, others, 0, length, k.shape[1], window)[:, 0], None
     elif segments is not None:
         mask = segments[:, None, :, None] == segments[:, None, None, :]
     if trace_target().card is not None:
@@ -400,8 +387,24 @@ def _seen(own, others, offset, num_queries, num_keys, window) -> Array:
 
 
 def attend_to_chosen(q: Queries, k: Keys, v: Keys, chosen: Bits, scale: float | None) -> Queries:
-    """Computes `attention` to the keys from `choose_keys`."""
-    return _in_rows(q, k, v, None, None, None, scale, bits=chosen)
+    """Computes `attention` to the keys from `choose_keys`; see there."""
+    length, scale = q.shape[1], scale or 1 / math.sqrt(q.shape[3])
+    if not fits_cudnn(q, packed=False):
+        piece = piece_of(q.shape)
+        spans = tuple(spans_of(length, piece))
+        return in_spans(q, k, v, None, None, spans, piece, None, None, scale, bits=chosen)
+    if length <= _LONGEST_MASKED:
+        return _by_cudnn(q, k, v, None, scale, None, causal=True, bits=chosen)
+    # Masks of some queries at a time.
+    piece, attended = 1 << (_LONGEST_MASKED**2 // length).bit_length() - 1, []
+    for start, stop in spans_of(length, piece):
+
+        def attend(q, bits, _, k=k[:, :stop], v=v[:, :stop]):
+            return _by_cudnn(q, k, v, None, scale, None, causal=False, bits=bits)
+
+        own = slice(start, stop)
+        attended.append(by_piece(attend, q[:, own], chosen[:, own], start, piece))
+    return jnp.concatenate(attended, axis=1)
 
 
 def choose_keys(
