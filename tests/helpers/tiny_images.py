@@ -19,6 +19,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from families import save
 from family_options import GEMMA4, LINEAR, LLAMA4, MOE, SHARED, SWA
+from megatrain_jax import data
 
 torch: Any = pytest.importorskip(
     "torch", reason='makes a checkpoint with PyTorch: pip install -e ".[torch]"'
@@ -28,8 +29,10 @@ torch: Any = pytest.importorskip(
 if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
     setattr(MoeCausalLMOutputWithPast, "image_outputs", None)  # noqa: B010
 
+LENGTH = 64
 # Special tokens after those of text, and the placeholders of an image.
-IMAGE, BEGIN, END = 90, 91, 92
+IMAGE, BEGIN, END, VIDEO = 90, 91, 92, 93
+VIDEO_ARRAYS = ("pixel_values_videos", "video_position_ids")
 VECTORS, CHANNELS, SIZE, TILE = 4, 3, 24, 16
 # Images and texts of the rows of a batch: an entry is a number of text tokens, or None for an
 # image.
@@ -39,7 +42,8 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
     "{% if m.content is string %}{{ m.content | trim }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}<start_of_image>{% else %}{{ part.text | trim }}{% endif %}"
+    "{% if part.type == 'image' %}<start_of_image>{% elif part.type == 'video' %}<start_of_video>"
+    "{% else %}{{ part.text | trim }}{% endif %}"
     "{% endfor %}{% endif %}<end_of_turn>\n"
     "{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
@@ -68,7 +72,7 @@ _TOKENS = {
     "image_token_id": IMAGE,
     "vision_start_token_id": BEGIN,
     "vision_end_token_id": END,
-    "video_token_id": END + 1,
+    "video_token_id": VIDEO,
 }
 _GEMMA4 = _TOWER | {
     "num_hidden_layers": 2,
@@ -83,7 +87,7 @@ _TOKENS_GEMMA4 = {
     "image_token_id": IMAGE,
     "boi_token_id": BEGIN,
     "eoi_token_id": END,
-    "video_token_id": END + 1,
+    "video_token_id": VIDEO,
     "audio_token_id": END + 2,
 }
 # Name: class of Transformers, and options of its text, its tower and itself.
@@ -192,6 +196,9 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         _TOKENS,
     ),
 }
+# The same with batches of images and videos.
+VIDEOS = ("gemma4", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5", "qwen3.5-moe")
+KINDS |= {f"{kind}-videos": KINDS[kind] for kind in VIDEOS}
 
 
 def make_config(kind: str, **changes: Any) -> Any:
@@ -264,6 +271,7 @@ _OF_IMAGE = {
 
 def make_processor(kind: str = "gemma3") -> Any:
     """Returns a processor with a tokenizer of words, and Gemma's template."""
+    kind = kind.removesuffix("-videos")
     names = ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "\n", "\n\n", " "]
     names += ["user", "model", "which", "digit", "is", "this", "and", "<unk>"]
     names += [str(number) for number in range(IMAGE - len(names))]
@@ -285,7 +293,7 @@ def make_processor(kind: str = "gemma3") -> Any:
         processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=VECTORS)
         processor.chat_template = tokenizer.chat_template = TEMPLATE
         return processor
-    written, options, more = special[0], {}, ()
+    written, video, options, more = special[0], special[3], {}, ()
     if kind == "gemma4":
         family, more = "Gemma4", (None,)
         images = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
@@ -304,15 +312,14 @@ def make_processor(kind: str = "gemma3") -> Any:
         size = {"shortest_edge": 64, "longest_edge": 640}
         images = Qwen2VLImageProcessorPil(size=size, patch_size=4)
         family = "Qwen2_5_VL" if kind == "qwen2.5-vl" else "Qwen3VL"
-        written = f"{special[1]}{special[0]}{special[2]}"
+        written, video = (f"{special[1]}{name}{special[2]}" for name in (special[0], special[3]))
     with pytest.MonkeyPatch.context() as patch:
         # The processors of videos and sound need further packages, and nothing here calls them.
         patch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *_: type(None))
         make = getattr(transformers, f"{family}Processor")
         processor = make(*more, images, tokenizer, None, **options)
-    processor.chat_template = tokenizer.chat_template = TEMPLATE.replace(
-        "<start_of_image>", written
-    )
+    template = TEMPLATE.replace("<start_of_image>", written).replace("<start_of_video>", video)
+    processor.chat_template = tokenizer.chat_template = template
     return processor
 
 
@@ -343,27 +350,32 @@ def is_sized(kind: str) -> bool:
     return "qwen" in kind or "gemma4" in kind
 
 
-# Rows and columns of patches of the images in each row, where sizes vary.
-GRIDS = ([(6, 10), (8, 4), (4, 4)], [], [(4, 10)])
+# Patches of the images in each row along time, height and width, where sizes vary; and those of
+# images and videos.
+GRIDS = ([(1, 6, 10), (1, 8, 4), (1, 4, 4)], [], [(1, 4, 10)])
+VIDEO_GRIDS = ([(3, 4, 6), (1, 4, 4), (2, 4, 4)], [], [(2, 6, 4)])
 
 
 def batch(seed: int = 0, kind: str = "gemma3") -> dict[str, np.ndarray]:
-    """Returns rows with three images, none, and one; the images' tokens are no labels."""
-    rng = np.random.default_rng(seed)
+    """Returns rows with three images or videos, none, and one; their tokens are no labels."""
+    rng, videos = np.random.default_rng(seed), kind.endswith("-videos")
     sized, side = is_sized(kind), SIZE if kind == "gemma3" else TILE
-    length = 42 if sized else 25
-    sizes = [rng.permutation(row).reshape(-1, 2) for row in GRIDS]
+    length = 64 if videos else 42 if sized else 25
+    given = VIDEO_GRIDS if videos else GRIDS
+    sizes = [rng.permutation(np.array(row, int)).reshape(-1, 3) for row in given]
     rows = []
     for parts, grids in zip(ROWS, sizes, strict=True):
-        counts = iter(grids.prod(axis=-1) // 4)
+        images = iter(grids.tolist())
         row = []
         for n in parts:
-            vectors = (next(counts) if sized else VECTORS) if n is None else 0
-            row += [BEGIN, *[IMAGE] * vectors, END] if n is None else text(rng, n)
+            row += text(rng, n) if n else of_image(kind, rng, *next(images))
         rows.append((row + text(rng, length))[:length])
     tokens = np.array(rows, np.int32)
-    shape = (112, 2 * CHANNELS * 4 * 4) if sized else (MOST, CHANNELS, side, side)
-    shape = (MOST, 64, CHANNELS * 4 * 4) if "gemma4" in kind else shape
+    most = MOST * (1 + videos)
+    shape = (
+        (128 if videos else 112, 2 * CHANNELS * 4 * 4) if sized else (MOST, CHANNELS, side, side)
+    )
+    shape = (most, 64, CHANNELS * 4 * 4) if "gemma4" in kind else shape
     found = {
         "tokens": tokens[:, :-1],
         "labels": tokens[:, 1:],
@@ -372,15 +384,28 @@ def batch(seed: int = 0, kind: str = "gemma3") -> dict[str, np.ndarray]:
         "pixel_values": rng.normal(size=(len(rows), *shape)).astype(np.float32),
     }
     if "gemma4" in kind:
-        places = found["image_position_ids"] = np.full((len(rows), MOST, 64, 2), -1, np.int32)
+        places = found["image_position_ids"] = np.full((len(rows), most, 64, 2), -1, np.int32)
         for row, grids in zip(places, sizes, strict=True):
-            for image, (height, width) in zip(row, grids, strict=False):
+            frames = np.repeat(grids[:, 1:], grids[:, 0], axis=0)
+            for image, (height, width) in zip(row, frames, strict=False):
                 image[: height * width] = np.indices((height, width))[::-1].reshape(2, -1).T
     elif sized:
         found["image_grid_thw"] = np.zeros((len(rows), MOST, 3), np.int32)
         for row, grids in zip(found["image_grid_thw"], sizes, strict=True):
-            row[: len(grids)] = np.insert(grids, 0, 1, axis=1)
+            row[: len(grids)] = grids
+    if kind == "qwen2.5-vl-videos":
+        found["second_per_grid_ts"] = np.array([[0.4, 0.7, 1.1]] * len(rows), np.float32)
     return found
+
+
+def of_image(kind: str, rng: np.random.Generator, times: int, height: int, width: int) -> list[int]:
+    """Returns the tokens of an image or a video; with texts between frames, but for Qwen2.5-VL."""
+    vectors = height * width // 4 if is_sized(kind) else VECTORS
+    if times == 1:
+        return [BEGIN, *[IMAGE] * vectors, END]
+    if "qwen2.5-vl" in kind:
+        return [BEGIN, *[VIDEO] * vectors * times, END]
+    return [x for _ in range(times) for x in (*text(rng, 2), BEGIN, *[VIDEO] * vectors, END)]
 
 
 def text(rng: np.random.Generator, count: int) -> list[int]:
@@ -388,29 +413,42 @@ def text(rng: np.random.Generator, count: int) -> list[int]:
 
 
 def inputs(given: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Returns Transformers' arguments for a batch: all images in one array, without padding."""
+    """Returns Transformers' arguments for a batch: images apart from videos, without padding."""
     tokens = torch.tensor(given["tokens"]).long()
-    kinds, pixels = (tokens == IMAGE).long(), given["pixel_values"]
-    found = {"input_ids": tokens}
+    kinds = (tokens == IMAGE).long() + 2 * (tokens == VIDEO).long()
+    found: dict[str, Any] = {"input_ids": tokens, "mm_token_type_ids": kinds}
+    pixels, grids = given["pixel_values"], given.get("image_grid_thw")
     if (places := given.get("image_position_ids")) is not None:
-        found["mm_token_type_ids"] = kinds
-        counts = (places >= 0).any(axis=(2, 3)).sum(axis=1)
-        of_rows = zip(places, counts, strict=True)
-        found["image_position_ids"] = torch.tensor(
-            np.concatenate([p[:n] for p, n in of_rows])
-        ).long()
-    elif (grids := given.get("image_grid_thw")) is None:
+        # Each run of placeholders is an image or a frame.
+        before = torch.nn.functional.pad(kinds[:, :-1], (1, 0))
+        runs = [row[row > 0].numpy() for row in kinds * (kinds != before)]
+        for kind, names in ((1, ("pixel_values", "image_position_ids")), (2, VIDEO_ARRAYS)):
+            for name, array in zip(names, (pixels, places), strict=True):
+                images = [x[: len(run)][run == kind] for x, run in zip(array, runs, strict=True)]
+                found[name] = torch.tensor(np.concatenate(images))
+        found["num_frames_per_video"] = torch.ones(len(found["pixel_values_videos"])).long()
+    elif grids is None:
+        del found["mm_token_type_ids"]
         found |= {"token_type_ids": kinds} if pixels.shape[-1] == SIZE else {}
         counts = (given["tokens"] == IMAGE).sum(1) // VECTORS
+        images = [row[:n] for row, n in zip(pixels, counts, strict=True)]
+        found["pixel_values"] = torch.tensor(np.concatenate(images))
     else:
-        counts = grids.prod(axis=-1).sum(axis=-1)
-        found["mm_token_type_ids"] = kinds
-        found["image_grid_thw"] = torch.tensor(grids[grids.any(axis=-1)]).long()
-    images = np.concatenate([row[:n] for row, n in zip(pixels, counts, strict=True)])
-    if not len(images):
-        found.pop("image_position_ids", None)
-        return found
-    return found | {"pixel_values": torch.tensor(images)}
+        seconds = given.get("second_per_grid_ts")
+        ends = grids.prod(axis=-1).cumsum(axis=-1)
+        for name, chosen in (("", grids[..., 0] == 1), ("_videos", grids[..., 0] > 1)):
+            patches = [
+                pixels[row, : ends[row, n]][-grids[row, n].prod() :]
+                for row, n in np.argwhere(chosen)
+            ]
+            if patches:
+                kind = "video" if name else "image"
+                found[f"pixel_values{name}"] = torch.tensor(np.concatenate(patches))
+                found[f"{kind}_grid_thw"] = torch.tensor(grids[chosen]).long()
+                if name and seconds is not None:
+                    found["second_per_grid_ts"] = torch.tensor(seconds[chosen])
+    empty = [name for name, x in found.items() if not len(x)]
+    return {name: x for name, x in found.items() if name not in empty}
 
 
 def loss_of(model: Any, given: dict[str, np.ndarray]) -> Any:
@@ -418,3 +456,28 @@ def loss_of(model: Any, given: dict[str, np.ndarray]) -> Any:
     labels = torch.tensor(np.where(given["mask"], given["labels"], -100)).long()
     logits = model(**inputs(given)).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def conversation(parts: list[Any], answer: str = "7") -> dict[str, Any]:
+    """A question of texts and images, and an answer."""
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", **part}
+        for part in parts
+    ]
+    answered = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+    return {"messages": [{"role": "user", "content": content}, answered]}
+
+
+def own(*images: Any) -> list[dict[str, Any]]:
+    return [{"image": image} for image in images]
+
+
+def made(rows: Any, processor: Any, **options: Any) -> data.Dataset:
+    given = {"length": LENGTH, "batch_size": 1, "shuffle": False, "progress": False, "workers": 0}
+    return data.image_chat(rows, processor, **{**given, **options})
+
+
+def arrays_of(found: Any) -> dict[str, np.ndarray]:
+    """The results of Transformers, whose pixels for Llama 4 have a type that NumPy lacks."""
+    tensors = {name: x for name, x in found.items() if torch.is_tensor(x)}
+    return {n: (x.float() if x.is_floating_point() else x).numpy() for n, x in tensors.items()}

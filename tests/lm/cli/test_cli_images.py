@@ -13,15 +13,19 @@ from safetensors.numpy import load_file
 
 from megatrain_jax import data
 from megatrain_jax._src.lm.cli.main import main
+from megatrain_jax._src.lm.models.decoder import IMAGE_ARRAYS
 from messages import tells
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
 from tiny_images import (  # noqa: E402
+    IMAGE,
     KINDS,
     TEMPLATE,
     VECTORS,
+    VIDEO,
     checkpoint,
+    inputs,
     make_processor,
     picture,
     save_processor,
@@ -44,7 +48,14 @@ def make_given(folder: Any, kind: str = "gemma3") -> Any:
         content: Any = "which digit"
         if number % 3:
             picture(number, 12 + number, 30).save(folder / f"{number}.png")
-            content = [{"type": "image", "path": f"{number}.png"}, {"type": "text", "text": "and"}]
+            part = {"type": "image", "path": f"{number}.png"}
+            if kind.endswith("-videos"):
+                (folder / f"{number}").mkdir()
+                for frame in range(3):
+                    image = picture(number + frame, 12 + number, 30)
+                    image.save(folder / f"{number}" / f"{frame}.png")
+                part = {"type": "video", "video": f"{number}", "fps": number}
+            content = [part, {"type": "text", "text": "and"}]
             content += content[:1] * (number % 3 - 1)
         answer = {"role": "assistant", "content": str(number)}
         rows.append({"messages": [{"role": "user", "content": content}, answer]})
@@ -55,7 +66,7 @@ def make_given(folder: Any, kind: str = "gemma3") -> Any:
 def length_of(given: Any) -> int:
     """A length of rows that have room for a question."""
     config = json.loads((given / "tiny" / "config.json").read_text())
-    return {"gemma4": 256, "llama4": 96}.get(config["model_type"], 64)
+    return {"gemma4": 1024, "llama4": 96}.get(config["model_type"], 128)
 
 
 def tune(given: Any, out: str, *options: str) -> int:
@@ -146,40 +157,36 @@ def check_run(given: Any, processor: Any, capsys: Any) -> None:
 
 def documents_loss(model: Any, batch: dict[str, np.ndarray]) -> Any:
     """Transformers' loss of a packed batch, each document by itself."""
-    token, total = model.config.image_token_id, 0
-    grids, places = batch.get("image_grid_thw"), batch.get("image_position_ids")
-    for row, pixels in enumerate(batch["pixel_values"]):
-        at = first = 0
-        for number in range(1, batch["segments"][row].max() + 1):
-            here = batch["segments"][row] == number
-            tokens = torch.tensor(batch["tokens"][row][here]).long()[None]
-            count, kinds = int((tokens == token).sum()), (tokens == token).long()
-            images: dict[str, Any] = {}
-            if places is not None:
-                count = int((tokens == model.config.boi_token_id).sum())
-                images["mm_token_type_ids"] = kinds
-                if count:
-                    images["image_position_ids"] = torch.tensor(places[row, at : at + count]).long()
-            elif grids is None:
-                count //= VECTORS
-                if hasattr(model.config, "mm_tokens_per_image"):
-                    images["token_type_ids"] = kinds
-            elif count:
-                count *= 4
-                sizes = grids[row].prod(axis=1).cumsum()
-                last = 1 + int(np.searchsorted(sizes, at + count))
-                images["image_grid_thw"] = torch.tensor(grids[row, first:last]).long()
-                images["mm_token_type_ids"], first = kinds, last
-            if count:
-                images["pixel_values"] = torch.tensor(pixels[at : at + count])
-            at += count
-            logits = model(input_ids=tokens, **images)
+    total = 0
+    arrays = {name: batch[name] for name in IMAGE_ARRAYS if name in batch}
+    for row, numbers in enumerate(batch["segments"]):
+        own = {name: array[row] for name, array in arrays.items()}
+        for number in range(1, numbers.max() + 1):
+            here = numbers == number
+            given = {"tokens": batch["tokens"][row][here]}
+            taken, own = divided(own, given["tokens"])
+            found = inputs({name: array[None] for name, array in (given | taken).items()})
             wanted = np.where(batch["mask"][row], batch["labels"][row], -100)[here]
-            labels = torch.tensor(wanted).long()
             total = total + torch.nn.functional.cross_entropy(
-                logits.logits[0], labels, reduction="sum"
+                model(**found).logits[0], torch.tensor(wanted).long(), reduction="sum"
             )
     return total / batch["mask"].sum()
+
+
+def divided(arrays: dict[str, np.ndarray], tokens: np.ndarray) -> tuple[Any, Any]:
+    """The arrays of the images of a document, and those of the documents behind it."""
+    inside = (tokens == IMAGE) | (tokens == VIDEO)
+    counts = dict.fromkeys(arrays, int((inside & ~np.append(False, inside[:-1])).sum()))
+    if (grids := arrays.get("image_grid_thw")) is not None:
+        sizes = grids.prod(axis=1).cumsum()
+        counts = dict.fromkeys(arrays, int(np.searchsorted(sizes, 4 * inside.sum()) + inside.any()))
+        counts["pixel_values"] = 4 * int(inside.sum())
+    elif "image_position_ids" not in arrays:
+        counts = dict.fromkeys(arrays, int(inside.sum()) // VECTORS)
+    return (
+        {name: array[: counts[name]] for name, array in arrays.items()},
+        {name: array[counts[name] :] for name, array in arrays.items()},
+    )
 
 
 def check_export(given: Any, processor: Any) -> None:
@@ -198,6 +205,13 @@ def test_adapters_are_trained_with_images(given):
     options = ["--lora_rank", "2", "--lora_targets", "layers/.*/[qv]_proj", "--export_as", "model"]
     assert tune(given, "adapters", "--held_out", "0.2", *options) == 0
     transformers.AutoModelForImageTextToText.from_pretrained(given / "adapters" / "model")
+
+
+def test_a_folder_is_a_video_of_its_frames(given, tmp_path, capsys):
+    picture(0).save(tmp_path / "0.png")
+    question = ["chat", str(given / "tiny"), "--images", str(tmp_path), "--prompt", "and"]
+    assert main(question) == 2
+    assert tells(capsys.readouterr().err, "`images`", "video", "Gemma 3")
 
 
 @pytest.mark.exhaustive

@@ -11,7 +11,8 @@ import pytest
 from PIL import Image, ImageOps
 
 from megatrain_jax import data
-from megatrain_jax._src.lm.data.image_files import ImageForm, image_processor
+from megatrain_jax._src.lm.data.image_files import ImageForm, ImageReference
+from megatrain_jax._src.lm.data.image_processors import image_processor
 from megatrain_jax._src.lm.models.decoder import IMAGE_ARRAYS
 from messages import refuses, tells
 
@@ -21,14 +22,18 @@ import transformers  # noqa: E402
 
 from tiny_images import (  # noqa: E402
     IMAGE,
+    LENGTH,
     TEMPLATE,
     VECTORS,
+    arrays_of,
+    conversation,
+    made,
     make_processor,
+    own,
     picture,
     save_processor,
 )
 
-LENGTH = 64
 KINDS = ["gemma3", "gemma4", "internvl", "llama4", "qwen2.5-vl", "qwen3-vl"]
 
 
@@ -37,37 +42,12 @@ def processor():
     return make_processor()
 
 
-def conversation(parts: list[Any], answer: str = "7") -> dict[str, Any]:
-    """A question of texts and images, and an answer."""
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", **part}
-        for part in parts
-    ]
-    answered = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
-    return {"messages": [{"role": "user", "content": content}, answered]}
-
-
-def own(*images: Any) -> list[dict[str, Any]]:
-    return [{"image": image} for image in images]
-
-
 ROWS = [
     conversation([*own(picture(0)), "which digit is this"], "3"),
     conversation(["this ", *own(picture(1, 50, 9)), " and ", "this ", *own(picture(2, 7, 8))], "4"),
     conversation(["which digit"], "5"),
     conversation([*own(picture(3), picture(4), picture(5)), "and"], "6"),
 ]
-
-
-def made(rows: Any, processor: Any, **options: Any) -> data.Dataset:
-    given = {"length": LENGTH, "batch_size": 1, "shuffle": False, "progress": False, "workers": 0}
-    return data.image_chat(rows, processor, **{**given, **options})
-
-
-def arrays_of(found: Any) -> dict[str, np.ndarray]:
-    """The results of Transformers, whose pixels for Llama 4 have a type that NumPy lacks."""
-    tensors = {name: x for name, x in found.items() if torch.is_tensor(x)}
-    return {n: (x.float() if x.is_floating_point() else x).numpy() for n, x in tensors.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,7 +200,7 @@ def test_images_in_files_are_those_in_memory(processor, tmp_path):
     # Images of `datasets` stay encoded.
     for source in (rows, inside):
         (reference,) = made(source, processor)._corpus.images[0]
-        assert isinstance(reference.source, bytes)
+        assert isinstance(reference, ImageReference) and isinstance(reference.source, bytes)
 
 
 def in_modes() -> dict[str, Image.Image]:

@@ -19,7 +19,7 @@ from megatrain_jax import callbacks, models
 from megatrain_jax._src.lm.models.causal_attention import ImageRows, full_attention
 from megatrain_jax._src.lm.models.decoder import IMAGE_ARRAYS
 from megatrain_jax._src.lm.models.families.gemma import read_siglip
-from megatrain_jax._src.lm.models.families.qwen_vision import QwenVisionConfig
+from megatrain_jax._src.lm.models.families.qwen_vision import QwenVisionConfig, squares_of
 from megatrain_jax._src.lm.models.generation.generation_memory import GenerationMemory
 from megatrain_jax._src.lm.models.generation.weight_source import open_source
 from megatrain_jax._src.lm.models.hf_common import Fields
@@ -82,10 +82,11 @@ def by_name(model: Any, gradients: bool = False) -> dict[str, np.ndarray]:
     return {n.removeprefix(start): array for n, array in named(found, model).items()}
 
 
-@pytest.mark.by_default("gemma4", "internvl", "llama4", "qwen2.5-vl", "qwen3-vl")
-@pytest.mark.parametrize(
-    "kind", ["gemma4", "gemma4-plain", "internvl", "llama4", "qwen2.5-vl", "qwen3-vl"]
-)
+ALONE = ["gemma4", "internvl", "llama4", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-videos"]
+
+
+@pytest.mark.by_default(*ALONE)
+@pytest.mark.parametrize("kind", [*ALONE, "gemma4-plain", "gemma4-videos", "qwen2.5-vl-videos"])
 def test_logits_and_gradients_are_those_of_transformers(kind, tmp_path):
     theirs, folder = checkpoint(tmp_path, kind)
     model, arrays = filled(models.load_pretrained(folder, images=True)), batch(kind=kind)
@@ -182,7 +183,11 @@ def test_packed_documents_are_as_each_alone(kind, tmp_path):
     # The last row's document, with one image, follows the first row's, with three.
     names = ("tokens", *(name for name in IMAGE_ARRAYS if name in arrays))
     first, last = ([arrays[name][at] for name in names] for at in (0, 2))
-    counts = [len(first[0]), 108 if "qwen" in kind else MOST, MOST]
+    counts = [len(first[0]), MOST, MOST]
+    if "qwen" in kind:
+        counts[1] = arrays["image_grid_thw"][0].prod(axis=-1).sum()
+    elif "gemma4" in kind:
+        counts[1:] = [(arrays["image_position_ids"][0] >= 0).any(axis=(1, 2)).sum()] * 2
     both = [np.concatenate(pair)[None] for pair in zip(first, last, strict=True)]
     for array, other, count in zip(both[1:], last[1:], counts[1:], strict=False):
         array[0, count : count + len(other)] = other
@@ -325,7 +330,9 @@ IN_TOWERS = r"|vision/tower/.*/(qkv|q_proj|fc1|gate_proj)(/linear)?|vision/proje
 
 
 @pytest.mark.by_default("decoder-gemma3")
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "llama4", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize(
+    "kind", ["gemma3", "gemma4", "llama4", "qwen2.5-vl", "qwen3-vl", "qwen2.5-vl-videos"]
+)
 @pytest.mark.parametrize("more", ["", IN_TOWERS], ids=["decoder", "all"])
 def test_adapters_of_a_decoder_with_images(kind, more, tmp_path):
     _, folder = checkpoint(tmp_path / "m", kind)
@@ -390,15 +397,18 @@ def test_batches_of_images_of_any_size_that_do_not_fit_are_refused(tmp_path):
     fewer[0, np.flatnonzero(fewer[0] == IMAGE)[-1]] = 1
     with refuses(ValueError, "row 0", 26, 27):
         model.check_batch(arrays | {"tokens": fewer})
-    for change in ((2, 4, 4), (1, 5, 4)):
-        with refuses(ValueError, "image_grid_thw", list(change), "image 1", "row 0"):
-            model.check_batch(arrays | {"image_grid_thw": np.insert(grids, 1, change, axis=1)})
+    with refuses(ValueError, "image_grid_thw", [1, 5, 4], "image 1", "row 0"):
+        model.check_batch(arrays | {"image_grid_thw": np.insert(grids, 1, (1, 5, 4), axis=1)})
+    with refuses(ValueError, "row 0", 27, 35):
+        model.check_batch(arrays | {"image_grid_thw": np.insert(grids, 1, (2, 4, 4), axis=1)})
     for name, array in (("pixel_values", grids), ("image_grid_thw", grids[..., :2])):
         with refuses(ValueError, name, "(rows,"):
             model.check_batch(arrays | {name: array})
     with refuses(TypeError, "image_grid_thw"):
         names = ("tokens", "labels", "pixel_values")
         models.next_token_loss(model, {name: arrays[name] for name in names})
+    with refuses(ValueError, "second_per_grid_ts", (3, 3), (3, 2)):
+        models.next_token_loss(model, arrays | {"second_per_grid_ts": np.ones((3, 2), np.float32)})
 
 
 def test_batches_of_patches_with_places_that_do_not_fit_are_refused(tmp_path):
@@ -406,16 +416,16 @@ def test_batches_of_patches_with_places_that_do_not_fit_are_refused(tmp_path):
     model, arrays = models.load_pretrained(folder, images=True).model(), batch(kind="gemma4")
     model.check_batch(arrays)
     model.check_batch({"tokens": arrays["tokens"][1:2]})
-    for token, media in ((IMAGE + 3, "video"), (IMAGE + 4, "sound")):
-        tokens = arrays["tokens"].copy()
-        tokens[1, 4] = token
-        with refuses(ValueError, "row 1", token, media):
-            model.check_batch(arrays | {"tokens": tokens})
-        with refuses(ValueError, "`prompts`", token, media):
-            models.generate(model, [tokens[1]])
-    tokens[1, 4] = IMAGE
-    with refuses(ValueError, "row 1", 1, 0):
+    tokens = arrays["tokens"].copy()
+    tokens[1, 4] = IMAGE + 4
+    with refuses(ValueError, "row 1", IMAGE + 4, "sound"):
         model.check_batch(arrays | {"tokens": tokens})
+    with refuses(ValueError, "`prompts`", IMAGE + 4, "sound"):
+        models.generate(model, [tokens[1]])
+    for token in (IMAGE, IMAGE + 3):
+        tokens[1, 4] = token
+        with refuses(ValueError, "row 1", 1, 0):
+            model.check_batch(arrays | {"tokens": tokens})
     with refuses(ValueError, "row 0", 27, 0):
         model.check_batch({"tokens": arrays["tokens"]})
     places = arrays["image_position_ids"].copy()
@@ -534,7 +544,7 @@ def test_prompts_with_images_are_continued_as_by_transformers(
         images = {name: array[row] for name, array in images_of(arrays).items()}
         if not is_sized(kind):
             images = {name: x[: (ids == IMAGE).sum() // VECTORS] for name, x in images.items()}
-        prompts.append({"tokens": ids, **images} if (ids == IMAGE).any() else ids)
+        prompts.append({"tokens": ids, **images} if (ids >= IMAGE).any() else ids)
     options: Any = {"stop": [], "temperature": 4.0, "num_samples": 2, "max_batch": 3}
     if streamed:  # whatever its size
         form = GenerationMemory(open_source(model), None).choose(64, 3)._replace(resident=False)
@@ -636,6 +646,25 @@ def test_pairs_turn_by_the_dimension_that_transformers_takes(tmp_path):
         expected = Qwen3VLTextRotaryEmbedding.recomposition_frequencies(theirs, each)
         found = dataclasses.replace(vision, sections=sections).axes(Rope(dim=2 * pairs, base=1e4))
         np.testing.assert_array_equal(found, expected[0, 0, :pairs])
+
+
+@pytest.mark.parametrize("kind", ["qwen2.5-vl-videos", "qwen3-vl-videos"])
+def test_positions_are_those_of_transformers(kind, tmp_path):
+    theirs, folder = checkpoint(tmp_path, kind)
+    vision, arrays = models.load_pretrained(folder, images=True).config.vision, batch(kind=kind)
+    assert isinstance(vision, QwenVisionConfig)
+    given = inputs(arrays)
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
+    names += ("second_per_grid_ts",) * (kind == "qwen2.5-vl-videos")
+    wanted, _ = theirs.model.get_rope_index(**{name: given[name] for name in names})
+    tokens, grids = arrays["tokens"], arrays["image_grid_thw"]
+    seconds = arrays.get("second_per_grid_ts", np.ones(grids.shape[:2], np.float32))
+    squares = squares_of(jnp.asarray(grids), jnp.asarray(seconds), 32, vision.merge)
+    found = vision.positions(jnp.asarray(vision.is_placeholder(tokens)), None, squares)
+    np.testing.assert_array_equal(found, wanted.permute(1, 2, 0))
+    for row, position in enumerate(found[:, -1, 0]):  # of text behind everything else
+        images = {name: arrays[name][row] for name in IMAGE_ARRAYS if name in arrays}
+        assert vision.advance(images) == position + 1 - tokens.shape[1]
 
 
 def test_sections_that_do_not_fit_a_head_are_named(tmp_path):

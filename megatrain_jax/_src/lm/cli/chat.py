@@ -84,7 +84,8 @@ def run(settings: ChatSettings) -> int:
     with as_command_errors():
         chat_model = open_chat_model(settings)
     system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
-    images = [{"type": "image", "image": path} for path in listed(settings.images)]
+    kinds = [("video" if Path(x).is_dir() else "image", x) for x in listed(settings.images)]
+    images = [{"type": kind, kind: path} for kind, path in kinds]
     if settings.prompt is not None:
         with as_command_errors():
             chat_model.answer([*system, _question(settings.prompt, images)])

@@ -142,8 +142,8 @@ class ChatSettings(run_settings.Settings):
         prompt: A question to answer once, for scripts; default: questions are read from the
             terminal.
         system: A system message at the beginning.
-        images: Files of images that the first question is about. Answers are computed by this
-            library.
+        images: Files of images that the first question is about; a folder is a video of its
+            frames. Answers are computed by this library.
         max_tokens: Maximum number of tokens of an answer.
         temperature: Temperature of sampling, 0 for the most likely tokens; default: as the model's
             generation_config.json says.

@@ -16,6 +16,7 @@ _IMAGES = {
     "pixel_values": (np.float32, "fV"),
     "image_grid_thw": (np.int32, "iu"),
     "image_position_ids": (np.int32, "iu"),
+    "second_per_grid_ts": (np.float32, "fV"),
 }
 _TOKENIZER = "anything with `encode` and `decode`, such as a tokenizer of Transformers"
 
@@ -112,7 +113,7 @@ def _chat_ids(
     kinds = {str(part.get("type")) for part in parts if isinstance(part, Mapping)}
     # A template would write a placeholder for them, and the model would read it as a word.
     if others := sorted(kinds & {"image", "image_url", "video", "audio"}):
-        hint = "; data.image_prompts reads images" if "image" in others[0] else ""
+        hint = "" if others[0] == "audio" else "; data.image_prompts reads images and videos"
         kind = f"a part of the type {others[0]}"
         raise ValueError(f"`prompts` have {kind}: only text is supported{hint}")
     options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True}

@@ -259,8 +259,7 @@ def room_for_images(corpus: Corpus, chosen: Int32[np.ndarray, " n"], packing: Pa
     if corpus.processor is None:
         return ImageRoom(0, 0)
     lengths = corpus.unit_lengths[chosen]
-    images = [corpus.images[n] for n in corpus.unit_documents[chosen]]
-    vectors = [sum(image.vectors for image in some) for some in images]
+    taken = [ImageRoom.of(corpus.images[n]) for n in corpus.unit_documents[chosen]]
 
     def room(counts: Sequence[int]) -> int:
         most = np.zeros(lengths.max() + 1, np.int64)
@@ -269,7 +268,7 @@ def room_for_images(corpus: Corpus, chosen: Int32[np.ndarray, " n"], packing: Pa
         # Batches without any image have the arrays, too.
         return max(1, int(np.add.reduceat(places, packing.offsets[:-1]).max()))
 
-    return ImageRoom(room([len(some) for some in images]), room(vectors))
+    return ImageRoom(*(room(counts) for counts in zip(*taken, strict=True)))
 
 
 # The minimum and maximum of each option; larger values would fit no machine.

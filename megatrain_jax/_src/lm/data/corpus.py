@@ -15,7 +15,8 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64, Shaped
 
 from megatrain_jax._src.common.unfinished import UnfinishedFolder
-from megatrain_jax._src.lm.data.image_files import ImageProcessor, ImageReference
+from megatrain_jax._src.lm.data.image_files import Media
+from megatrain_jax._src.lm.data.image_processors import ImageProcessor
 from megatrain_jax._src.lm.data.report import InvalidRow, Report, RowOrigin, TooLong
 
 WhenTooLong = Literal["error", "cut", "split", "drop"]
@@ -59,7 +60,7 @@ class Corpus:
     pieces_per_unit: int = 1
     unit_values: Mapping[str, Shaped[np.ndarray, " units"]] = field(default_factory=dict)
     token_values: Mapping[str, Shaped[np.ndarray, "tokens+1 k"]] = field(default_factory=dict)
-    images: Sequence[Sequence[ImageReference]] = ()
+    images: Sequence[Sequence[Media]] = ()
     processor: ImageProcessor | None = None
 
     @property
@@ -236,7 +237,7 @@ class CorpusBuilder:
         self.longest = 0
         # The processor of images, if documents may have some.
         self.processor: ImageProcessor | None = None
-        self._images: list[Sequence[ImageReference]] = []
+        self._images: list[Sequence[Media]] = []
 
     @property
     def num_tokens(self) -> int:
@@ -279,7 +280,7 @@ class CorpusBuilder:
         self,
         origin: RowOrigin,
         values: Mapping[str, float] = _NO_VALUES,
-        images: Sequence[ImageReference] = (),
+        images: Sequence[Media] = (),
         fault: InvalidRow | None = None,
     ) -> bool:
         """Ends the current document, and keeps it or records why not.

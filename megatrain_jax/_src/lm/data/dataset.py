@@ -52,7 +52,8 @@ class Dataset:
     place of the counts of chosen conversations.
 
     For `image_chat`, `pixel_values` has the images of each row, and, if sizes vary,
-    `image_grid_thw` their sizes or `image_position_ids` the places of their patches.
+    `image_grid_thw` their sizes or `image_position_ids` the places of their patches. For videos of
+    Qwen2.5-VL, `second_per_grid_ts` has the time between patches.
 
     A batch takes rows in order, even the last of one epoch and the first of the next. If the very
     last batch has too few rows, their documents are spread over the full number of rows.

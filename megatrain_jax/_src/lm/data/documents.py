@@ -15,7 +15,7 @@ from tokenizers import Encoding
 
 from megatrain_jax._src.lm.data import reading, row_formats
 from megatrain_jax._src.lm.data.corpus import CorpusBuilder
-from megatrain_jax._src.lm.data.image_files import ImageReference
+from megatrain_jax._src.lm.data.image_files import Media
 from megatrain_jax._src.lm.data.report import (
     AnswerLost,
     AssistantTextNotFound,
@@ -51,7 +51,7 @@ class Document(NamedTuple):
     origin: RowOrigin
     conversations: Sequence[row_formats.Conversation]
     values: Mapping[str, float] = MappingProxyType({})
-    images: Sequence[ImageReference] = ()
+    images: Sequence[Media] = ()
 
 
 class TextPart(NamedTuple):

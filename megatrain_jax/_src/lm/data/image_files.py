@@ -1,23 +1,18 @@
-"""References to images, opened only for their batch, and processors that read them."""
+"""References to images and videos, which are opened only for their batch."""
 
 import hashlib
-import importlib
 import io
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-from jaxtyping import Int
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from megatrain_jax._src.common.outside import as_value_errors, check_regular
-from megatrain_jax._src.lm.common.hf_folder import PROCESSOR_FILES, read_json
-from megatrain_jax._src.lm.common.hub import TOKENIZER_FILES, folder_or_download
+from megatrain_jax._src.common.outside import check_regular
 from megatrain_jax._src.lm.data.report import InvalidRow
 
 _UNREADABLE = "an image that can't be read"
@@ -26,17 +21,70 @@ _FORMATS = frozenset("AVIF BMP GIF JPEG JPEG2000 MPO PNG PPM TIFF WEBP".split())
 
 
 class ImageForm(NamedTuple):
-    """What the tokens of an image depend on.
+    """What the tokens of an image or a video depend on.
 
     Attributes:
         vectors: The number of its vectors.
         rows: The number of rows of tiles, if the tokens tell it.
         columns: The number of tiles in a row.
+        frames: The number of a video's frames; 0 for an image.
+        fps: The video's frames per second.
+        images: The number of images that it counts as in the arrays of a batch.
     """
 
     vectors: int
     rows: int = 1
     columns: int = 1
+    frames: int = 0
+    fps: float = 0.0
+    images: int = 1
+
+
+class GivenVideo(NamedTuple):
+    """A video of a row, as it is given.
+
+    Attributes:
+        frames: A list of images, or the path of a folder.
+        fps: Frames per second.
+    """
+
+    frames: Any
+    fps: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoReference:
+    """A video of a row. Its frames are decoded when it is opened.
+
+    Attributes:
+        frames: The frames, of one size.
+        digest: A hash of the frames and of their rate.
+        origin: Origin of the row, for errors.
+        form: What its tokens depend on.
+    """
+
+    frames: "Sequence[ImageReference]"
+    digest: bytes
+    origin: str
+    form: ImageForm
+
+    def open(self) -> list[Image.Image]:
+        """Decodes the frames; see `ImageReference`.
+
+        Raises:
+            ValueError: If one can't be read, or is turned and others aren't.
+        """
+        images = [image for frame in self.frames for image in frame.open()]
+        if sizes := {image.size for image in images} - {images[0].size}:
+            raise ValueError(
+                f"a video of {self.origin} has frames of {images[0].size} and {sizes.pop()} pixels"
+            )
+        return images
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that it keeps."""
+        return sum(frame.num_bytes for frame in self.frames)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +103,11 @@ class ImageReference:
     origin: str
     form: ImageForm
 
-    @property
-    def vectors(self) -> int:
-        """The number of its vectors."""
-        return self.form.vectors
-
-    def open(self) -> Image.Image:
+    def open(self) -> list[Image.Image]:
         """Decodes the image.
 
         Returns:
-            The image as Transformers passes it to its processor. A file is turned upright and
+            One image, as Transformers passes it to its processor. A file is turned upright and
             converted to RGB, without transparency. Bytes are turned upright, as `datasets` decodes
             them. A PIL image stays as it is. The processor then puts transparent pixels on white.
 
@@ -77,10 +120,10 @@ class ImageReference:
                 _check_image(given)
                 given.load()
                 # Pillow converts the mode "La" only to "LA".
-                return given.convert("LA") if given.mode == "La" else given
+                return [given.convert("LA") if given.mode == "La" else given]
             with _opened(given) as image:
                 upright = ImageOps.exif_transpose(image)
-                return upright.convert("RGB") if isinstance(given, Path) else upright
+                return [upright.convert("RGB") if isinstance(given, Path) else upright]
         except Exception as error:  # Pillow's errors for damaged files have no common type
             name = f"{self.origin}, {given}," if isinstance(given, Path) else self.origin
             raise ValueError(
@@ -98,31 +141,79 @@ class ImageReference:
         return len(given) if isinstance(given, bytes) else 3 * given.width * given.height
 
 
-def to_reference(
-    given: Any, folder: Path, origin: str, processor: "ImageProcessor", *, whole: bool
-) -> ImageReference:
-    """Returns a reference to a row's image.
+Media = ImageReference | VideoReference
+FormOf = Callable[..., ImageForm]
+
+
+def to_reference(given: Any, folder: Path, origin: str, form: FormOf, *, whole: bool) -> Media:
+    """Returns a reference to a row's image or video.
 
     Args:
-        given: A path, bytes, a PIL image, or a mapping with `bytes` or `path`, as `datasets` has.
+        given: A path, bytes, a PIL image, or a mapping with `bytes` or `path`, as `datasets` has;
+            or a `GivenVideo` of these.
         folder: The folder where relative paths begin.
         origin: Origin of the row.
-        processor: Tells its form.
-        whole: Whether the image is decoded to find damage; if not, only its header is read.
+        form: Returns the form of an image from its height and width, or of a video, from those of
+            its frames and their number.
+        whole: Whether images are decoded to find damage; if not, only their headers are read.
 
     Raises:
         InvalidRow: If it is none of these, or no image, or the processor refuses its size.
     """
-    reference = _referred(given, folder, origin, processor)
+    if isinstance(given, GivenVideo):
+        reference = _video(given, folder, origin, form)
+    else:
+        reference = _referred(given, folder, origin, form)
     if whole:
         try:
             reference.open()
         except ValueError as error:
-            raise InvalidRow(_UNREADABLE, str(error.__cause__)) from error
+            raise InvalidRow(_UNREADABLE, str(error.__cause__ or error)) from error
     return reference
 
 
-def _referred(given: Any, folder: Path, origin: str, processor: "ImageProcessor") -> ImageReference:
+def _video(given: GivenVideo, folder: Path, origin: str, form: FormOf) -> VideoReference:
+    fps = 24.0 if given.fps is None else given.fps
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
+        raise InvalidRow("a video's `fps` that is no number above 0", f"{given.fps!r}")
+    sources = given.frames
+    if isinstance(sources, str | PathLike):
+        sources = _in_folder(folder / Path(sources).expanduser())
+    if not isinstance(sources, list | tuple) or not sources:
+        raise InvalidRow("a video without frames", f"{sources!r:.80} is no list of images")
+
+    def sides(height: int, width: int) -> ImageForm:
+        return ImageForm(1, *sorted((height, width)))
+
+    # Whether frames are turned is only known once they are opened, and the form is the same.
+    frames = [_referred(frame, folder, origin, sides) for frame in sources]
+    sizes = {(frame.form.rows, frame.form.columns) for frame in frames}
+    if len(sizes) > 1:
+        raise InvalidRow("a video with frames of several sizes", f"{sorted(sizes)}")
+    height, width = sizes.pop()
+    own = _refusing(lambda: form(height, width, len(frames)), height, width)
+    own = own._replace(frames=len(frames), fps=float(fps))
+    digest = _hash(b"".join([str(float(fps)).encode(), *(frame.digest for frame in frames)]))
+    return VideoReference(frames=frames, digest=digest, origin=origin, form=own)
+
+
+def _in_folder(path: Path) -> list[Path]:
+    """The frames in a folder, by their names; numbers in names count as numbers."""
+    if not path.is_dir():
+        raise InvalidRow(
+            "a video that is no folder of frames",
+            f"{path}: write its frames as images and pass their folder, such as from `ffmpeg -i "
+            f"{path.name} -vf fps=2 frames/%04d.png` with `fps` 2",
+        )
+    files = [file for file in path.iterdir() if not file.name.startswith(".")]
+    # Digits are at odd places, so numbers are only compared with numbers.
+    parts = {file: re.split(r"([0-9]+)", file.name) for file in files}
+    return sorted(
+        files, key=lambda file: [int(x) if i % 2 else x for i, x in enumerate(parts[file])]
+    )
+
+
+def _referred(given: Any, folder: Path, origin: str, form: FormOf) -> ImageReference:
     if isinstance(given, Mapping):
         given = next((given[name] for name in ("bytes", "path") if given.get(name)), given)
     if isinstance(given, str) and given.startswith(("http://", "https://", "data:")):
@@ -135,33 +226,37 @@ def _referred(given: Any, folder: Path, origin: str, processor: "ImageProcessor"
             raise InvalidRow(_UNREADABLE, str(error)) from error
         # With a different palette, equal pixels are different colours.
         mode = f"{given.mode} {given.size} {given.getpalette()} {given.info.get('transparency')}"
-        digest, form = _hash(mode.encode() + pixels), _form(given, processor)
-        return ImageReference(source=given, digest=digest, origin=origin, form=form)
+        digest, own = _hash(mode.encode() + pixels), _form(given, form)
+        return ImageReference(source=given, digest=digest, origin=origin, form=own)
     if not isinstance(given, str | PathLike | bytes):
         kinds = "a path, bytes or a PIL image"
         raise InvalidRow("an image of an unknown kind", f"{type(given).__name__} is not {kinds}")
     source = given if isinstance(given, bytes) else folder / Path(given).expanduser()
     try:
         with _opened(source) as image:
-            form = _form(image, processor, turned=True)
+            own = _form(image, form, turned=True)
         size = 0 if isinstance(source, bytes) else source.stat().st_size
     except InvalidRow:
         raise
     except Exception as error:  # see `open`
         raise InvalidRow(_UNREADABLE, str(error)) from error
     known = source if isinstance(source, bytes) else f"{source} {size}".encode()
-    return ImageReference(source=source, digest=_hash(known), origin=origin, form=form)
+    return ImageReference(source=source, digest=_hash(known), origin=origin, form=own)
 
 
-def _form(image: Image.Image, processor: "ImageProcessor", *, turned: bool = False) -> ImageForm:
+def _refusing(form: Callable[[], ImageForm], height: int, width: int) -> ImageForm:
+    try:
+        return form()
+    except ValueError as error:
+        why = f"{width} × {height} pixels: {error}"
+        raise InvalidRow("an image of a size that the processor refuses", why) from error
+
+
+def _form(image: Image.Image, form: FormOf, *, turned: bool = False) -> ImageForm:
     """The form of an image, which `open` may have `turned` upright."""
 
     def of(width: int, height: int) -> ImageForm:
-        try:
-            return processor.form(height, width)
-        except ValueError as error:
-            why = f"{width} × {height} pixels: {error}"
-            raise InvalidRow("an image of a size that the processor refuses", why) from error
+        return _refusing(lambda: form(height, width), height, width)
 
     width, height = image.size
     found = of(width, height)
@@ -224,323 +319,8 @@ class ImageRoom(NamedTuple):
     images: int
     vectors: int
 
-
-class ImageProcessor(ABC):
-    """A processor of Transformers: its tokenizer, the tokens of an image, and its pixels.
-
-    Attributes:
-        tokenizer: The tokenizer.
-        chat_template: The chat template; None if there is none.
-        begin: The token that a chat template writes for an image.
-        tokens: Ids of the image tokens, which are never labels.
-    """
-
-    begin: str
-    # What the whole processor passes to that of images.
-    _options: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, processor: Any, names: Sequence[str]):
-        """Takes a processor, and the names of the image tokens."""
-        self._images = processor.image_processor
-        self.tokenizer = processor.tokenizer
-        self.chat_template: str | None = processor.chat_template
-        self.tokens = frozenset(self.tokenizer.convert_tokens_to_ids(list(names)))
-
-    @abstractmethod
-    def form(self, height: int, width: int) -> ImageForm:
-        """Returns the form of an image of this size, in pixels.
-
-        Raises:
-            ValueError: If the processor refuses this size.
-        """
-
-    @abstractmethod
-    def expanded(self, form: ImageForm) -> str:
-        """Returns the tokens of an image as text, in place of `begin`."""
-
-    @abstractmethod
-    def arrays(
-        self, rows: Sequence[Sequence[ImageReference]], room: ImageRoom
-    ) -> dict[str, np.ndarray]:
-        """Opens the images of some rows of a batch.
-
-        Args:
-            rows: The images of each row.
-            room: Number of places of each row; those behind its images are filled with zeros.
-
-        Returns:
-            The arrays of a batch that hold images.
-
-        Raises:
-            ValueError: If an image can't be read.
-        """
-
-    def _processed(self, images: Sequence[Image.Image]) -> Any:
-        # As the whole processor passes it: released preprocessor files don't set this option.
-        options = {"do_convert_rgb": True, "return_tensors": "np", **self._options}
-        return self._images(images=list(images), **options)
-
-
-class _OneSize(ImageProcessor):
-    """Images, or tiles of images, of one size, each with the same number of vectors."""
-
-    def __init__(
-        self, processor: Any, placeholder: str, around: tuple[str, ...], sequence: str, count: int
-    ):
-        """Takes a processor.
-
-        Args:
-            processor: The processor, or its parts.
-            placeholder: The token that stands for a vector.
-            around: The other tokens of an image.
-            sequence: The tokens of an image as text; `count` placeholders stand for all its own.
-            count: Vectors of an image or a tile.
-        """
-        super().__init__(processor, [placeholder, *around])
-        self._placeholders, self._sequence, self._count = placeholder * count, sequence, count
-        self._shape = self._processed([Image.new("RGB", (32, 32))])["pixel_values"][0].shape
-
-    def form(self, height: int, width: int) -> ImageForm:
-        """Returns the form of an image."""
-        return ImageForm(self._count)
-
-    def expanded(self, form: ImageForm) -> str:
-        """Returns the tokens of an image as text."""
-        tiles = form.vectors // self._count
-        return self._sequence.replace(self._placeholders, self._placeholders * tiles)
-
-    def arrays(
-        self, rows: Sequence[Sequence[ImageReference]], room: ImageRoom
-    ) -> dict[str, np.ndarray]:
-        """Opens images: `pixel_values`, (rows, images, channels, height, width)."""
-        shape = (len(rows), room.vectors // self._count, *self._shape)
-        result = np.zeros((shape[0], max(1, shape[1]), *self._shape), np.float32)
-        for row, images in zip(result, rows, strict=True):
-            if images:
-                found = self._processed([image.open() for image in images])
-                tiles = found.get("num_patches", np.ones(len(images), int))
-                _check_vectors(images, self._count * np.asarray(tiles))
-                row[: sum(tiles)] = found["pixel_values"]
-        return {"pixel_values": result}
-
-
-class _Gemma(_OneSize):
-    """Images resized to one size."""
-
-    def __init__(self, processor: Any):
-        """Takes the processor.
-
-        Raises:
-            ValueError: If it divides images into crops.
-        """
-        if getattr(processor.image_processor, "do_pan_and_scan", None):
-            raise ValueError(
-                "`processor` divides images into crops (`do_pan_and_scan`), which isn't supported: "
-                "set it to false in preprocessor_config.json"
-            )
-        tokenizer, sequence = processor.tokenizer, processor.full_image_sequence
-        placeholder, self.begin = tokenizer.image_token, processor.boi_token
-        around = tokenizer.boi_token, tokenizer.eoi_token
-        super().__init__(processor, placeholder, around, sequence, sequence.count(placeholder))
-
-
-class _InternVL(_OneSize):
-    """Images divided into tiles of one size, with a tile that shows the whole image."""
-
-    _options: ClassVar[dict[str, Any]] = {"crop_to_patches": True}
-
-    def __init__(self, processor: Any):
-        """Takes the processor, or its parts."""
-        tokenizer = processor.tokenizer
-        self.begin, count = tokenizer.context_image_token, processor.image_seq_length
-        around = start, end = tokenizer.start_image_token, tokenizer.end_image_token
-        super().__init__(processor, self.begin, around, start + self.begin * count + end, count)
-
-    def form(self, height: int, width: int) -> ImageForm:
-        """Returns the form of an image."""
-        tiles = self._images.get_number_of_image_patches(height, width, self._options)
-        return ImageForm(self._count * tiles)
-
-
-class _Llama4(_OneSize):
-    """Images divided into tiles with tokens between them, and a tile that shows the whole image."""
-
-    # Of type bfloat16, which NumPy doesn't have.
-    _options: ClassVar[dict[str, Any]] = {"return_tensors": "pt"}
-
-    def __init__(self, processor: Any):
-        """Takes the processor."""
-        self.begin, patch = processor.image_token, processor.img_patch_token
-        self._start, self._end = processor.start_of_img_token, processor.end_of_img_token
-        self._between, self._below = processor.tile_token, processor.tile_global_token
-        size = processor.image_processor.size
-        sides = size["height"] // processor.patch_size, size["width"] // processor.patch_size
-        count = sides[0] * sides[1] // processor.downsample_ratio
-        around = self._start, self._end, self.begin, self._between, self._below
-        super().__init__(processor, patch, around, patch * count, count)
-
-    def form(self, height: int, width: int) -> ImageForm:
-        """Returns the form of an image."""
-        images, torch = self._images, importlib.import_module("torch")
-        module = importlib.import_module(type(images).__module__)
-        sizes = torch.tensor(module.find_supported_resolutions(images.max_patches, images.size))
-        chosen = module.get_best_fit((height, width), sizes, images.resize_to_max_canvas)
-        rows, columns = (int(x) // images.size["height"] for x in chosen)
-        return ImageForm(self._count * _with_whole(rows * columns), rows, columns)
-
-    def expanded(self, form: ImageForm) -> str:
-        """Returns the tokens of an image as text."""
-        tile, rows = self._placeholders, form.rows if form.rows * form.columns > 1 else 0
-        tiles = (self._between.join([tile] * form.columns) + self._below) * rows
-        return f"{self._start}{tiles}{self.begin}{tile}{self._end}"
-
-    def _processed(self, images: Sequence[Image.Image]) -> Any:
-        found = super()._processed(images)
-        tiles = [_with_whole(int(rows * columns)) for rows, columns in found["aspect_ratios"]]
-        return {"pixel_values": found["pixel_values"].float().numpy(), "num_patches": tiles}
-
-
-def _with_whole(tiles: int) -> int:
-    """The number of tiles, and the one that shows the whole image if there are several."""
-    return tiles + (tiles > 1)
-
-
-class _AnySize(ImageProcessor):
-    """Images of any size as patches, of which squares become a vector each."""
-
-    def __init__(self, processor: Any):
-        """Takes a processor of Qwen's models, or its parts."""
-        tokenizer = processor.tokenizer
-        self.begin = getattr(tokenizer, "image_token", None) or "<|image_pad|>"
-        around = [n for n in ("<|vision_start|>", "<|vision_end|>") if n in tokenizer.get_vocab()]
-        super().__init__(processor, [self.begin, *around])
-        self._each = self._images.merge_size**2
-        patches = self._processed([Image.new("RGB", (32, 32))])["pixel_values"]
-        self._numbers = patches.shape[1]
-
-    def form(self, height: int, width: int) -> ImageForm:
-        """Returns the form of an image; it is the same for a turned image."""
-        return ImageForm(self._images.get_number_of_image_patches(height, width) // self._each)
-
-    def expanded(self, form: ImageForm) -> str:
-        """Returns the tokens of an image as text."""
-        return self.begin * form.vectors
-
-    def arrays(
-        self, rows: Sequence[Sequence[ImageReference]], room: ImageRoom
-    ) -> dict[str, np.ndarray]:
-        """Opens images: `pixel_values`, (rows, patches, numbers), and `image_grid_thw`."""
-        patches = np.zeros((len(rows), room.vectors * self._each, self._numbers), np.float32)
-        grids = np.zeros((len(rows), room.images, 3), np.int32)
-        for row, images in enumerate(rows):
-            if not images:
-                continue
-            found = self._processed([image.open() for image in images])
-            sizes = np.asarray(found["image_grid_thw"])
-            _check_vectors(images, sizes.prod(axis=1) // self._each)
-            patches[row, : sizes.prod(axis=1).sum()] = found["pixel_values"]
-            grids[row, : len(images)] = sizes
-        return {"pixel_values": patches, "image_grid_thw": grids}
-
-
-class _Gemma4(ImageProcessor):
-    """Images of any size, each as patches with their places, and places for as many in all."""
-
-    def __init__(self, processor: Any):
-        """Takes the processor, or its parts."""
-        tokenizer = processor.tokenizer
-        self.begin, self._around = tokenizer.image_token, (tokenizer.boi_token, tokenizer.eoi_token)
-        super().__init__(processor, [self.begin, *self._around])
-        self._shape = self._processed([Image.new("RGB", (32, 32))])["pixel_values"][0].shape
-        module = importlib.import_module(type(self._images).__module__)
-        self._resized = module.get_aspect_ratio_preserving_size
-
-    def form(self, height: int, width: int) -> ImageForm:
-        """Returns the form of an image; it is the same for a turned image."""
-        patch, merge = self._images.patch_size, self._images.pooling_kernel_size
-        rows, columns = self._resized(height, width, patch, self._shape[0], merge)
-        return ImageForm(rows * columns // (patch * merge) ** 2)
-
-    def expanded(self, form: ImageForm) -> str:
-        """Returns the tokens of an image as text."""
-        return (self.begin * form.vectors).join(self._around)
-
-    def arrays(
-        self, rows: Sequence[Sequence[ImageReference]], room: ImageRoom
-    ) -> dict[str, np.ndarray]:
-        """Opens images: `pixel_values`, (rows, images, patches, numbers), and their places."""
-        shape = len(rows), max(1, room.images), *self._shape
-        patches, places = np.zeros(shape, np.float32), np.full((*shape[:3], 2), -1, np.int32)
-        for row, images in enumerate(rows):
-            if images:
-                found = self._processed([image.open() for image in images])
-                _check_vectors(images, np.asarray(found["num_soft_tokens_per_image"]))
-                patches[row, : len(images)] = found["pixel_values"]
-                places[row, : len(images)] = found["image_position_ids"]
-        return {"pixel_values": patches, "image_position_ids": places}
-
-
-def _check_vectors(images: Sequence[ImageReference], counts: Int[np.ndarray, " images"]) -> None:
-    for image, count in zip(images, counts, strict=True):
-        if count != image.vectors:
-            raise ValueError(
-                f"an image of {image.origin} now has {count:,} vectors instead of "
-                f"{image.vectors:,}: don't change images while a dataset is used"
-            )
-
-
-_KINDS: dict[str, type[_Gemma | _Gemma4 | _InternVL | _Llama4 | _AnySize]] = {
-    "Gemma3Processor": _Gemma,
-    "Gemma4Processor": _Gemma4,
-    "InternVLProcessor": _InternVL,
-    "Llama4Processor": _Llama4,
-    "Qwen2_5_VLProcessor": _AnySize,
-    "Qwen3VLProcessor": _AnySize,
-}
-
-
-def image_processor(given: Any) -> ImageProcessor:
-    """Takes a processor, or loads one from a folder.
-
-    Raises:
-        FileNotFoundError: If there is no such folder, and it can't be downloaded.
-        TypeError: If it is no processor.
-        ValueError: If it can't be loaded, or is of a kind that isn't supported.
-    """
-    kind, processor = type(given).__name__, given
-    if isinstance(given, str | PathLike):
-        kind, processor = _loaded(given)
-    if kind not in _KINDS:
-        if not hasattr(processor, "image_processor"):
-            raise TypeError(
-                f"`processor` must be the folder of a checkpoint with a processor of images, "
-                f"or such a processor, but is a {kind}"
-            )
-        raise ValueError(f"`processor` is a {kind}; supported are {', '.join(_KINDS)}")
-    return _KINDS[kind](processor)
-
-
-def _loaded(given: str | PathLike[str]) -> tuple[str, Any]:
-    """The kind of a processor in a folder, and the processor."""
-    folder = folder_or_download("processor", given, "a processor of images", TOKENIZER_FILES)
-    from megatrain_jax._src.lm.data.tokenizer import load_tokenizer  # needs Transformers
-
-    tokenizer = load_tokenizer(folder, "processor")
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    files = (*PROCESSOR_FILES, "tokenizer_config.json")
-    read = [read_json(folder / name) for name in files if (folder / name).is_file()]
-    kind = next((x["processor_class"] for x in read if x.get("processor_class")), None)
-    with as_value_errors(f"`processor` = {folder}: Transformers can't load it"):
-        # Imported only here, because it imports PyTorch if that is installed.
-        transformers = importlib.import_module("transformers")
-        if _KINDS.get(str(kind), _Gemma) in (_Gemma, _Llama4):
-            processor = transformers.AutoProcessor.from_pretrained(str(folder), **options)
-            return type(processor).__name__, processor
-        # The whole processor also has one of videos, which needs Torchvision.
-        images = transformers.AutoImageProcessor.from_pretrained(str(folder), **options)
-    template = folder / "chat_template.json"
-    written = read_json(template).get("chat_template") if template.is_file() else None
-    parts = {"image_processor": images, "tokenizer": tokenizer}
-    parts["chat_template"] = tokenizer.chat_template or written
-    length = next((x["image_seq_length"] for x in read if "image_seq_length" in x), 256)
-    return str(kind), SimpleNamespace(**parts, image_seq_length=length)
+    @classmethod
+    def of(cls, images: Sequence[Media]) -> "ImageRoom":
+        """Returns what some images and videos take."""
+        forms = [image.form for image in images]
+        return cls(sum(form.images for form in forms), sum(form.vectors for form in forms))

@@ -1,8 +1,10 @@
-"""Reads conversations with images, and renders them with the placeholders of images.
+"""Reads conversations with images and videos, and renders them with their placeholders.
 
 While the turns of a row are read and checked, each image is a mark, one character, in their text.
+A video is one more kind of image here.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -14,12 +16,13 @@ import numpy as np
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.data.documents import Document, noted, read_rows
 from megatrain_jax._src.lm.data.image_files import (
+    GivenVideo,
     ImageForm,
-    ImageProcessor,
-    ImageReference,
     ImageRoom,
+    Media,
     to_reference,
 )
+from megatrain_jax._src.lm.data.image_processors import ImageProcessor
 from megatrain_jax._src.lm.data.report import InvalidRow, Report, to_fault
 from megatrain_jax._src.lm.data.row_formats import Conversation, to_conversation
 from megatrain_jax._src.lm.data.sources import Parts, Source, resolve
@@ -35,10 +38,10 @@ from megatrain_jax._src.lm.data.turns import (
 # Private-use characters of Unicode: the mark of an image, and the border of two texts. A mark gets
 # the numbers of the image's form, up to a border, once they are known.
 _IMAGE, _BORDER = "\ue0f1", "\ue0f2"
-_MARKS = re.compile(f"{_IMAGE}([0-9,]*){_BORDER}|[{_IMAGE}{_BORDER}]")
+_MARKS = re.compile(f"{_IMAGE}([-+.e0-9,]*){_BORDER}|[{_IMAGE}{_BORDER}]")
 _TURNS = (*CONVERSATIONS, "prompt", "completion", "response")
 _COLUMNS = ("images", "image")
-_SOURCES = ("image", "path", "url")
+_SOURCES = ("path", "url")
 
 Row = Mapping[str, Any]
 
@@ -58,7 +61,8 @@ def image_conversations(
             folder = Path(origin.path).parent
             whole = not report.is_strict
             references = [
-                to_reference(image, folder, str(origin), processor, whole=whole) for image in images
+                to_reference(image, folder, str(origin), processor.form, whole=whole)
+                for image in images
             ]
         except Exception as error:  # a row may have anything in any place
             report.leave_out(origin, to_fault(error))
@@ -84,16 +88,16 @@ def image_prompt(
     row, given = replace_images({"messages": list(messages)})
     turns = read_turns("messages", row["messages"])
     check_places(Conversation(turns.messages, turns.learned, None, set(), set()), given)
-    images = [to_reference(image, folder, origin, processor, whole=True) for image in given]
+    images = [to_reference(image, folder, origin, processor.form, whole=True) for image in given]
     counts = iter(images)
     text = template.prompt([_counted(message, counts) for message in turns.messages])
     ids = processor.tokenizer.encode(text, add_special_tokens=False)
-    room = ImageRoom(images=len(images), vectors=sum(image.vectors for image in images))
+    room = ImageRoom.of(images)
     arrays = processor.arrays([images], room) if images else {}
     return {"tokens": np.array(ids, np.int32)} | {name: x[0] for name, x in arrays.items()}
 
 
-def _counted(message: Message, images: Iterator[ImageReference]) -> Message:
+def _counted(message: Message, images: Iterator[Media]) -> Message:
     """A message whose marks have the forms of the next images."""
     start, *rest = message.get("content", "").split(_IMAGE)
     if not rest:
@@ -104,14 +108,15 @@ def _counted(message: Message, images: Iterator[ImageReference]) -> Message:
 
 
 def replace_images(row: Row) -> tuple[Row, list[Any]]:
-    """Takes the images out of a row, and leaves a mark in the place of each.
+    """Takes the images and videos out of a row, and leaves a mark in the place of each.
 
     An image is a part of a message's content, ``{"type": "image", "image": ...}``. Without an
     `image` of its own, it is the next of the row's `images`, or its `image`. If no message has such
-    a part, these images stand at the beginning of the first user message, as in TRL.
+    a part, these images stand at the beginning of the first user message, as in TRL. A video is a
+    part, ``{"type": "video", "video": ..., "fps": ...}``, and becomes a `GivenVideo`.
 
     Returns:
-        The row without images, and the images in the order of their marks.
+        The row without images, and the images and videos in the order of their marks.
 
     Raises:
         InvalidRow: If there are more or fewer images than places for them, or other media.
@@ -131,17 +136,17 @@ def replace_images(row: Row) -> tuple[Row, list[Any]]:
 
 
 def _has_images(row: Row) -> bool:
-    """Whether a row has images."""
+    """Whether a row has images or videos."""
     turns = [turn for name in _TURNS for turn in _listed(opened_turns(name, row.get(name)))]
     contents = [_content(turn)[1] for turn in turns if isinstance(turn, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(_kind(part) == "image" for part in parts) or any(
+    return any(_kind(part) in ("image", "video") for part in parts) or any(
         _listed(row.get(name)) for name in _COLUMNS
     )
 
 
 def has_images(source: Source, most: int = 1000, columns: Mapping[str, str] | None = None) -> bool:
-    """Whether one of the first rows of a dataset has images.
+    """Whether one of the first rows of a dataset has images or videos.
 
     Args:
         source: See `chat`; an iterator loses these rows.
@@ -209,22 +214,24 @@ class ImageTemplate(Template):
         parted = [_split_content(message) for message in messages]
         text, spans = super()._text(parted, tools, prompt, marks)
         contents = "".join(message.get("content", "") for message in messages)
-        forms = [ImageForm(*map(int, n.split(","))) for n in _MARKS.findall(contents) if n]
-        images = [self._processor.expanded(form) for form in forms]
-        begin = self._processor.begin
-        first, *rest = text.split(begin)
-        if len(rest) != len(images):
+        forms = [_form_of(mark) for mark in _MARKS.findall(contents) if mark]
+        begin, video = self._processor.begin, self._processor.begin_video
+        begins = "|".join(re.escape(token) for token in (begin, video) if token is not None)
+        found = list(re.finditer(begins, text))
+        if [place[0] for place in found] != [video if form.frames else begin for form in forms]:
             raise InvalidRow(
-                f"{self.name} doesn't show its images", f"{len(rest)} of {len(images)}"
+                f"{self.name} doesn't show its images", f"{len(found)} of {len(forms)}"
             )
-        longer = list(accumulate((len(image) - len(begin) for image in images), initial=0))
+        images = [self._processor.expanded(form) for form in forms]
+        grown = (len(image) - len(place[0]) for image, place in zip(images, found, strict=True))
+        longer = list(accumulate(grown, initial=0))
 
         def moved(place: int) -> int:
-            return place + longer[text.count(begin, 0, place)]
+            return place + longer[sum(one.end() <= place for one in found)]
 
         spans = [(moved(start), moved(stop)) for start, stop in spans]
-        shown = zip(images, rest, strict=True)
-        return first + "".join(image + part for image, part in shown), spans
+        shown = iter(images)
+        return re.sub(begins, lambda _: next(shown), text), spans
 
 
 def _listed(given: Any) -> list[Any]:
@@ -252,14 +259,13 @@ def _marked_turn(turn: Any, waiting: Iterator[Any], images: list[Any]) -> Any:
         _check_text(content)
         return turn
     kinds = {_kind(part) for part in content}
-    for other in ("video", "audio"):
-        if other in kinds:
-            raise InvalidRow(f"{other} in a message", "only text and images are supported")
-    if "image" not in kinds:
+    if "audio" in kinds:
+        raise InvalidRow("audio in a message", "only text, images and videos are supported")
+    if not kinds & {"image", "video"}:
         return turn
     texts: list[str] = []
     for part in content:
-        if _kind(part) == "image":
+        if _kind(part) in ("image", "video"):
             images.append(_image_of(part, waiting))
             texts.append(_IMAGE)
             continue
@@ -277,10 +283,14 @@ def _check_text(text: Any) -> None:
 
 
 def _image_of(part: Mapping[str, Any], waiting: Iterator[Any]) -> Any:
-    """The image of a part, or the next of the row's images."""
+    """The image or video of a part, or the next of the row's images."""
     if (linked := part.get("image_url")) is not None:
         return linked.get("url") if isinstance(linked, Mapping) else linked
-    own = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
+    kind = "video" if _kind(part) == "video" else "image"
+    names = (kind, *_SOURCES)
+    own = next((part[name] for name in names if part.get(name) is not None), None)
+    if kind == "video":
+        return GivenVideo(own, part.get("fps"))
     if own is not None:
         return own
     found = next(waiting, None)
@@ -317,6 +327,12 @@ def _split_content(message: Message) -> Message:
     parts: list[dict[str, str]] = []
     # Texts and the numbers of marks in turn; None for the border of two texts.
     for number, piece in enumerate(_MARKS.split(content)):
-        if piece:
-            parts.append({"type": "image"} if number % 2 else {"type": "text", "text": piece})
+        if piece and number % 2:
+            parts.append({"type": "video" if _form_of(piece).frames else "image"})
+        elif piece:
+            parts.append({"type": "text", "text": piece})
     return {**message, "content": parts}
+
+
+def _form_of(mark: str) -> ImageForm:
+    return ImageForm(*json.loads(f"[{mark}]"))

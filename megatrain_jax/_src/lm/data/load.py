@@ -17,7 +17,7 @@ from megatrain_jax._src.lm.data import documents
 from megatrain_jax._src.lm.data.batches import DatasetOptions
 from megatrain_jax._src.lm.data.corpus import CorpusBuilder, WhenTooLong
 from megatrain_jax._src.lm.data.dataset import Dataset
-from megatrain_jax._src.lm.data.image_files import image_processor
+from megatrain_jax._src.lm.data.image_processors import image_processor
 from megatrain_jax._src.lm.data.image_rows import (
     ImageTemplate,
     image_conversations,
@@ -625,7 +625,7 @@ def image_chat(
     workers: int = 2,
     progress: bool = True,
 ) -> Dataset:
-    """Makes packed batches of conversations with images, for vision-language models.
+    """Makes packed batches of conversations with images or videos, for vision-language models.
 
     Rows have the formats of `chat`. An image is a part of a user's message, ``{"type": "image",
     "image": IMAGE}``, or the row has a column `images` with a list of them, or `image`: they belong
@@ -633,14 +633,22 @@ def image_chat(
     question. IMAGE is the path of a file, the bytes of one, or a PIL image. A relative path begins
     at the folder of its data file. Rows without images may be among them.
 
+    A video is a part ``{"type": "video", "video": FRAMES, "fps": 2}``. FRAMES is a list of images
+    of one size, or the path of a folder with their files, in the order of their names, where
+    numbers count as numbers. All frames are used. `fps` is their number per second, by default 24
+    as in Transformers; the tokens or positions of most models depend on it. Models of Gemma 3 and
+    Llama 4 have no videos.
+
     Batches also have `pixel_values`, float32. For Gemma 3 it is (batch_size, images, channels,
     height, width): the images of each row in order, and zeros behind them; for InternVL and
     Llama 4, their tiles. For Qwen2.5-VL, Qwen3-VL and Qwen3.5 it is (batch_size, patches, numbers):
     the patches of these images after each other, as their processor makes them;
     `image_grid_thw`, int32 (batch_size, images, 3), has the number of patches of each image along
-    time, height and width. For Gemma 4 it is (batch_size, images, patches, numbers), and
+    time, height and width, of which only videos have several along time; for Qwen2.5-VL,
+    `second_per_grid_ts`, float32 (batch_size, images), has the seconds from one of these to the
+    next, 0 for images. For Gemma 4 it is (batch_size, images, patches, numbers), and
     `image_position_ids`, int32 (batch_size, images, patches, 2), has the column and the row of each
-    patch, -1 if unused.
+    patch, -1 if unused; each frame of a video is an image here, and for InternVL.
     `images` and `patches` are the same in all batches, the largest numbers that a row of this
     packing can have. Tokens of images are never labels.
 
@@ -692,11 +700,11 @@ def image_prompts(
     chat_template: str | None = None,
     template_variables: Mapping[str, Any] | None = None,
 ) -> list[dict[str, np.ndarray]]:
-    """Renders questions with images, for `models.generate`.
+    """Renders questions with images or videos, for `models.generate`.
 
     Args:
-        conversations: For each prompt, a list of messages up to the question, with images as in
-            `image_chat`.
+        conversations: For each prompt, a list of messages up to the question, with images and
+            videos as in `image_chat`.
         processor: See `image_chat`.
         folder: Where relative paths of images begin.
         chat_template: See `chat`.

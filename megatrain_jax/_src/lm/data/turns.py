@@ -224,7 +224,8 @@ def _content(content: Any, number: int) -> str:
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) < len(parts):
             kinds = {part.get("type") for part in content if isinstance(part, Mapping)}
-            hint = "; `data.image_chat` reads images" if "image" in kinds else ""
+            media = kinds & {"image", "video"}
+            hint = "; `data.image_chat` reads images and videos" if media else ""
             raise InvalidRow("content that is no text", f"in turn {number}{hint}")
         content = "".join(texts)
     return valid_text(content, f"turn {number}")

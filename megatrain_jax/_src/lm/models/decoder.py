@@ -28,7 +28,7 @@ from megatrain_jax._src.lm.models.layers import Embedding, HiddenStates, Layer, 
 from megatrain_jax._src.lm.models.moe import balancing_loss
 from megatrain_jax._src.lm.models.rotary import positions_in, rotation
 
-IMAGE_ARRAYS = ("pixel_values", "image_grid_thw", "image_position_ids")
+IMAGE_ARRAYS = ("pixel_values", "image_grid_thw", "image_position_ids", "second_per_grid_ts")
 """The arrays of a batch that hold images."""
 Integers = Integer[Array | np.ndarray, "rows length"]
 
@@ -136,6 +136,7 @@ class Decoder(nnx.Module):
         pixel_values: Float[Array | np.ndarray, "rows ..."] | None = None,
         image_grid_thw: Integer[Array | np.ndarray, "rows images 3"] | None = None,
         image_position_ids: Integer[Array | np.ndarray, "rows images patches 2"] | None = None,
+        second_per_grid_ts: Float[Array | np.ndarray, "rows images"] | None = None,
     ) -> tuple[HiddenStates, Float[Array, ""]]:
         """Returns the hidden states that the head reads, and the experts' load-balancing loss.
 
@@ -143,15 +144,17 @@ class Decoder(nnx.Module):
             tokens: See `__call__`.
             positions: See `__call__`.
             segments: See `__call__`.
-            pixel_values: The images of each row, in the order of their placeholders in `tokens`;
-                None if there are none. As the checkpoint's processor makes them, (rows, images,
-                channels, height, width), or, if sizes vary, the patches of all images of a row
-                after each other, (rows, patches, numbers), or those of each image, (rows, images,
-                patches, numbers). Unused places may have anything.
+            pixel_values: The images and videos of each row, in the order of their placeholders in
+                `tokens`; None if there are none. As the checkpoint's processor makes them, (rows,
+                images, channels, height, width), or, if sizes vary, the patches of all images of a
+                row after each other, (rows, patches, numbers), or those of each image, (rows,
+                images, patches, numbers). Unused places may have anything.
             image_grid_thw: For patches after each other, the patches of each image along time,
                 height and width, (rows, images, 3); zeros for unused places.
             image_position_ids: For the patches of each image, their columns and rows in it, (rows,
                 images, patches, 2); -1 for unused places.
+            second_per_grid_ts: For Qwen2.5-VL, seconds from one patch of a video along time to the
+                next, (rows, images); None for 1 second.
 
         Returns:
             The last layer's normalised result, `hidden_size` wide, plus a column of ones if the
@@ -174,7 +177,7 @@ class Decoder(nnx.Module):
                     "`pixel_values` are given, but the decoder has no vision part: read the "
                     "checkpoint with load_pretrained(folder, images=True)"
                 )
-            images = (pixel_values, image_grid_thw, image_position_ids)
+            images = (pixel_values, image_grid_thw, image_position_ids, second_per_grid_ts)
             named = zip(IMAGE_ARRAYS, images, strict=True)
             given = {name: array for name, array in named if array is not None}
             rows = vision.place(self, tokens, rows, given)
@@ -411,8 +414,8 @@ def next_token_loss(
             `megatrain_jax.data`. The last has the same number in all rows: the batch's counted
             labels divided by its number of rows. With it, microbatches are weighted by their
             counted labels; without it, each microbatch's loss is the mean over its own labels.
-            `pixel_values`, `image_grid_thw` and `image_position_ids`: the images of each row; see
-            `Decoder.hidden`.
+            `pixel_values`, `image_grid_thw`, `image_position_ids` and `second_per_grid_ts`: the
+            images and videos of each row; see `Decoder.hidden`.
         z_loss: See `losses.next_token`.
         chunk: See `losses.next_token`.
 

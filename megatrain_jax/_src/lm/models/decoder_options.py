@@ -85,9 +85,16 @@ class VisionConfig(ABC):
 
     Attributes:
         token: The placeholder of an image in `tokens`: one for each of its vectors.
+        video: The placeholder of a video; None if videos have that of images, or there are none.
     """
 
     token: int
+    video: int | None = None
+
+    def is_placeholder(self, tokens: Any) -> Any:
+        """Returns whether each token is a placeholder, of an image or a video."""
+        images = tokens == self.token
+        return images if self.video is None else images | (tokens == self.video)
 
     @property
     @abstractmethod
@@ -150,10 +157,8 @@ class VisionConfig(ABC):
 
     def placeholders(self, row: int, count: int) -> str:
         """Returns the beginning of an error about a row's number of placeholders."""
-        return (
-            f"row {row} of batch['tokens'] has {count:,} placeholders of images (token "
-            f"{self.token})"
-        )
+        tokens = f"token {self.token}" + (f" or {self.video}" if self.video is not None else "")
+        return f"row {row} of batch['tokens'] has {count:,} placeholders of images ({tokens})"
 
     def advance(self, images: Mapping[str, np.ndarray]) -> int:
         """Returns how much further positions go on after a row's images than after so many tokens.

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Bool, Float, Integer
 
 from megatrain_jax._src.lm.models.arrays import check_array
 from megatrain_jax._src.lm.models.causal_attention import ImageRows
@@ -59,10 +59,11 @@ class FixedImages(VisionConfig):
             )
         vectors = decoder.vision(jnp.asarray(pixels).reshape(-1, *self.pixels))
         vectors = vectors.reshape(*pixels.shape[:2], *vectors.shape[1:])
-        rows = rows._replace(x=with_images(rows.x, tokens, vectors, self.token))
+        inside = self.is_placeholder(jnp.asarray(tokens))
+        rows = rows._replace(x=with_images(rows.x, inside, vectors))
         if not self.mutual:
             return rows
-        own = image_numbers(tokens, self.token)
+        own = image_numbers(inside)
         return rows._replace(segments=ImageRows(rows.segments, own, self.tokens_per_image))
 
     def batch_shapes(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -75,7 +76,7 @@ class FixedImages(VisionConfig):
         tokens, pixels = batch.get("tokens"), batch.get("pixel_values")
         if not isinstance(tokens, np.ndarray):
             return
-        counts = (tokens == self.token).sum(axis=-1)
+        counts = self.is_placeholder(tokens).sum(axis=-1)
         images = pixels.shape[1] if isinstance(pixels, np.ndarray) and pixels.ndim == 5 else 0
         if isinstance(pixels, np.ndarray) and pixels.shape[2:] != self.pixels:
             raise ValueError(
@@ -91,39 +92,37 @@ class FixedImages(VisionConfig):
                 )
 
 
-def image_numbers(
-    tokens: Integer[Array | np.ndarray, "rows length"], token: int
-) -> Integer[Array, "rows length"]:
+def image_numbers(inside: Bool[Array, "rows length"]) -> Integer[Array, "rows length"]:
     """Returns the image of each token, counted from 1 in each row; 0 for text.
 
     Neighbouring placeholders belong to the same image, as in Transformers.
 
-    For example, with the placeholder 9, tokens [9, 9, 5, 9, 6] give [1, 1, 0, 2, 0].
+    For example, [True, True, False, True, False] gives [1, 1, 0, 2, 0].
+
+    Args:
+        inside: Whether each token is a placeholder.
     """
-    inside = jnp.asarray(tokens) == token
     starts = inside & ~jnp.pad(inside[:, :-1], ((0, 0), (1, 0)))
     return jnp.where(inside, jnp.cumsum(starts, axis=1, dtype=jnp.int32), 0)
 
 
 def with_images(
     x: Float[Array, "rows length width"],
-    tokens: Integer[Array | np.ndarray, "rows length"],
+    inside: Bool[Array, "rows length"],
     vectors: Float[Array, "rows ... width"],
-    token: int,
     counts: Integer[Array, "rows images"] | None = None,
 ) -> Float[Array, "rows length width"]:
     """Returns embeddings with the images' vectors in place of the placeholders'.
 
     Args:
         x: The tokens' embeddings.
-        tokens: The tokens.
+        inside: Whether each token is a placeholder.
         vectors: The vectors of each row's images, in order. Vectors without a placeholder are not
             used; a placeholder without a vector becomes NaN.
-        token: The placeholder.
         counts: Number of vectors of each image that are used, if `vectors` has the shape (rows,
             images, vectors, width); None for all.
     """
-    inside = (jnp.asarray(tokens) == token)[..., None]
+    inside = inside[..., None]
     places = jnp.cumsum(inside, axis=1, dtype=jnp.int32) - 1
     if counts is not None:  # unused vectors of the images before are skipped
         unused = vectors.shape[2] - counts[:, None]

@@ -108,7 +108,7 @@ class MemoryMaker(nnx.Module):
         if self.vision is None:
             own = self.embed_tokens_per_layer(tokens)
         else:  # placeholders of images count as padding, which isn't trained
-            inside = jnp.asarray(tokens) == self.vision.token
+            inside = self.vision.is_placeholder(jnp.asarray(tokens))
             own = self.embed_tokens_per_layer(jnp.where(inside, self.vision.pad, tokens))
             own = jnp.where(inside[..., None], jax.lax.stop_gradient(own), own)
         own = (own * jnp.asarray(self.dim**0.5, own.dtype)).reshape(by_layer)

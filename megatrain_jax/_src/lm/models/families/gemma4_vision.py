@@ -43,7 +43,7 @@ class Gemma4VisionConfig(VisionConfig):
     """The sizes of Gemma 4's vision part.
 
     Attributes:
-        others: Placeholders of unsupported media: pairs of a token and the name of its medium.
+        sound: Placeholder of sound, which isn't supported; None if there is none.
         pad: The token whose embeddings of each layer the placeholders of images get.
         mutual: Whether the vectors of an image attend to each other in both directions, in layers
             with a window.
@@ -64,7 +64,7 @@ class Gemma4VisionConfig(VisionConfig):
         standardized: Whether vectors are shifted and scaled by numbers that aren't trained.
     """
 
-    others: tuple[tuple[int, str], ...]
+    sound: int | None
     pad: int
     mutual: bool
     tokens_per_image: int
@@ -124,10 +124,11 @@ class Gemma4VisionConfig(VisionConfig):
         vectors = decoder.vision(*given)
         vectors = vectors.reshape(*patches.shape[:2], *vectors.shape[1:])
         counts = self.num_vectors(jnp.asarray(places))
-        rows = rows._replace(x=with_images(rows.x, tokens, vectors, self.token, counts))
+        inside = self.is_placeholder(jnp.asarray(tokens))
+        rows = rows._replace(x=with_images(rows.x, inside, vectors, counts))
         if not self.mutual:
             return rows
-        own = image_numbers(tokens, self.token)
+        own = image_numbers(inside)
         seen = ImageRows(rows.segments, own, vectors.shape[2], local=True)
         return rows._replace(segments=seen)
 
@@ -150,13 +151,12 @@ class Gemma4VisionConfig(VisionConfig):
         tokens, patches, places = map(batch.get, names)
         if not isinstance(tokens, np.ndarray):
             return
-        for token, media in self.others:
-            if (rows := (tokens == token).any(axis=-1)).any():
-                raise ValueError(
-                    f"row {rows.argmax()} of batch['tokens'] has token {token}, a placeholder of "
-                    f"{media}: only text and images are supported"
-                )
-        counts, sizes = (tokens == self.token).sum(axis=-1), np.zeros(len(tokens), int)
+        if self.sound is not None and (rows := (tokens == self.sound).any(axis=-1)).any():
+            raise ValueError(
+                f"row {rows.argmax()} of batch['tokens'] has token {self.sound}, a placeholder of "
+                "sound: only text, images and videos are supported"
+            )
+        counts, sizes = self.is_placeholder(tokens).sum(axis=-1), np.zeros(len(tokens), int)
         if isinstance(patches, np.ndarray):
             self._check_shapes(patches, places, len(tokens), "batch['{}']")
             places = np.asarray(places)
@@ -214,11 +214,10 @@ def read_gemma4_vision(config: Mapping[str, Any]) -> Gemma4VisionConfig:
     turned = fields.mapping("rope_parameters")
     if turned.get("rope_type", "axial") not in ("axial", "default"):
         raise ValueError(f"`rope_type` = {turned['rope_type']!r} of `vision_config` isn't axial")
-    media = {"video": ("video_token_id", 258_884), "sound": ("audio_token_id", 258_881)}
-    others = ((outer.integer(*field, null=True), name) for name, field in media.items())
     found = Gemma4VisionConfig(
         token=outer.integer("image_token_id", 258_880, least=0),
-        others=tuple((token, name) for token, name in others if token is not None),
+        video=outer.integer("video_token_id", 258_884, null=True),
+        sound=outer.integer("audio_token_id", 258_881, null=True),
         pad=text.integer("pad_token_id", 0, least=0),
         mutual=text.take("use_bidirectional_attention", None) == "vision",
         tokens_per_image=outer.integer("vision_soft_tokens_per_image", 280),

@@ -1,4 +1,4 @@
-"""The vision part of Qwen2.5-VL, Qwen3-VL and Qwen3.5: images of any size.
+"""The vision part of Qwen2.5-VL, Qwen3-VL and Qwen3.5: images and videos of any size.
 
 A tower, a transformer over the patches of each image, and a projector, which merges squares of
 patches into one vector of the decoder's width. Attributes are named as in checkpoints; the modules
@@ -6,7 +6,8 @@ patches into one vector of the decoder's width. Attributes are named as in check
 dimensions (https://arxiv.org/abs/2409.12191).
 
 A row of a batch has the patches of all its images after each other, in squares, and the number of
-patches of each image along its sides. The padding behind them attends only to itself.
+patches of each image along its sides. The padding behind them attends only to itself. A video has
+several patches along time, each of them over a few frames. To the tower, these are images.
 """
 
 import functools
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.models import hf_common
@@ -54,7 +55,10 @@ class Squares(NamedTuple):
     """The places of a row's squares of patches, each (rows, squares).
 
     Attributes:
-        image: Number of the image, from 0; the number of images for padding.
+        image: Number of the image, from 0, where each patch of a video along time counts as one;
+            the number of images for padding.
+        time: Number of the patch along time, from 0; 0 for padding.
+        seconds: Seconds from one of these patches to the next.
         row: Place from the top of the image, in squares; 0 for padding.
         column: Place from its left; 0 for padding.
         height: Squares along the height of the image; 1 for padding.
@@ -62,31 +66,42 @@ class Squares(NamedTuple):
     """
 
     image: Int[Array, "rows squares"]
+    time: Int[Array, "rows squares"]
+    seconds: Float[Array, "rows squares"]
     row: Int[Array, "rows squares"]
     column: Int[Array, "rows squares"]
     height: Int[Array, "rows squares"]
     width: Int[Array, "rows squares"]
 
 
-def squares_of(grids: Integer[Array, "rows images 3"], count: int, merge: int) -> Squares:
+def squares_of(
+    grids: Integer[Array, "rows images 3"],
+    seconds: Float[Array, "rows images"],
+    count: int,
+    merge: int,
+) -> Squares:
     """Returns the places of squares.
 
     Args:
-        grids: Patches of each image along time, height and width; zeros behind the last image.
+        grids: Patches of each image or video along time, height and width; zeros behind the last.
+        seconds: Seconds from one patch of a video along time to the next.
         count: Number of squares of a row, with padding.
         merge: Patches along a side of a square.
     """
-    ends = jnp.cumsum(grids[..., 1] * grids[..., 2] // merge**2, axis=1)
+    ends = jnp.cumsum(jnp.prod(grids, axis=2) // merge**2, axis=1)
     at = jnp.arange(count)
-    image = jnp.sum(at[None, :, None] >= ends[:, None], axis=2, dtype=jnp.int32)
+    entry = jnp.sum(at[None, :, None] >= ends[:, None], axis=2, dtype=jnp.int32)
 
-    def of_image(values: Array, first: int, last: int) -> Array:
+    def of_entry(values: Array, first: int, last: int) -> Array:
         padded = jnp.pad(values, ((0, 0), (first, last)), constant_values=last)
-        return jnp.take_along_axis(padded, image, axis=1)
+        return jnp.take_along_axis(padded, entry, axis=1)
 
-    height, width = (of_image(grids[..., side] // merge, 0, 1) for side in (1, 2))
-    inside = jnp.where(image < grids.shape[1], at - of_image(ends, 1, 0), 0)
-    return Squares(image, inside // width, inside % width, height, width)
+    height, width = (of_entry(grids[..., side] // merge, 0, 1) for side in (1, 2))
+    inside = jnp.where(entry < grids.shape[1], at - of_entry(ends, 1, 0), 0)
+    time, inside = jnp.divmod(inside, height * width)
+    image = of_entry(jnp.cumsum(grids[..., 0], axis=1), 1, 0) + time
+    seconds = of_entry(seconds, 0, 1)
+    return Squares(image, time, seconds, inside // width, inside % width, height, width)
 
 
 def windows_of(squares: Squares, size: int) -> Int[Array, "rows squares"]:
@@ -127,6 +142,8 @@ class QwenVisionConfig(VisionConfig):
         deep: Blocks whose hidden states are added to those of the first layers of the decoder.
         sections: Numbers of pairs of the decoder's rotary embedding that turn by the position in
             time, height and width.
+        per_second: Positions in time of a second of a video; with 0, each patch of a video along
+            time is an image to the decoder, too, with text before it that tells its time.
     """
 
     older: bool
@@ -147,6 +164,7 @@ class QwenVisionConfig(VisionConfig):
     full: tuple[int, ...]
     deep: tuple[int, ...]
     sections: tuple[int, ...]
+    per_second: float
 
     @property
     def tower_widths(self) -> tuple[int, int]:
@@ -207,21 +225,27 @@ class QwenVisionConfig(VisionConfig):
         patches: Any = images["pixel_values"]
         grids: Any = images.get("image_grid_thw")
         self._check_shapes(patches, grids, tokens.shape[0])
-        squares = squares_of(
-            jnp.asarray(grids, jnp.int32), patches.shape[1] // self.merge**2, self.merge
-        )
+        grids, inside = jnp.asarray(grids, jnp.int32), self.is_placeholder(jnp.asarray(tokens))
+        seconds: Any = images.get("second_per_grid_ts", np.ones(grids.shape[:2]))
+        if np.shape(seconds) != grids.shape[:2]:
+            raise ValueError(
+                f"`second_per_grid_ts` must have the shape {grids.shape[:2]}, (rows, images) as "
+                f"`image_grid_thw`, but has {np.shape(seconds)}"
+            )
+        count = patches.shape[1] // self.merge**2
+        squares = squares_of(grids, jnp.asarray(seconds, jnp.float32), count, self.merge)
         vectors, *deep = decoder.vision(jnp.asarray(patches), squares)
         nothing = jnp.zeros_like(rows.x)
-        positions = self.positions(jnp.asarray(tokens), rows.segments, squares)
+        positions = self.positions(inside, rows.segments, squares)
         return rows._replace(
-            x=with_images(rows.x, tokens, vectors, self.token),
+            x=with_images(rows.x, inside, vectors),
             positions=positions[..., self.axes(decoder.config.rope)],
-            added=[with_images(nothing, tokens, one, self.token) for one in deep],
+            added=[with_images(nothing, inside, one) for one in deep],
         )
 
     def positions(
         self,
-        tokens: Integer[Array, "rows length"],
+        inside: Bool[Array, "rows length"],
         segments: Integer[Array, "rows length"] | None,
         squares: Squares,
     ) -> Int[Array, "rows length 3"]:
@@ -229,27 +253,36 @@ class QwenVisionConfig(VisionConfig):
 
         A text's tokens count on in all three. An image stays at one time; the text after it goes on
         behind its longer side. For example, a token, an image of 1 × 2 squares and a token have the
-        positions (0, 0, 0), (1, 1, 1), (1, 1, 2) and (3, 3, 3).
+        positions (0, 0, 0), (1, 1, 1), (1, 1, 2) and (3, 3, 3). In a video with `per_second`, only
+        the time grows from one patch to the next, and the text after it doesn't wait for its end.
+
+        Args:
+            inside: Whether each token is a placeholder.
+            segments: The document of each token.
+            squares: The squares, whose vectors are in these places.
         """
-        inside = tokens == self.token
         at = jnp.maximum(jnp.cumsum(inside, axis=1, dtype=jnp.int32) - 1, 0)
-        row, column, height, width = (
+        passed, seconds, row, column, height, width = (
             jnp.where(inside, jnp.take_along_axis(values, at, axis=1, mode="clip"), 0)
             for values in squares[1:]
         )
         first, longer = (row == 0) & (column == 0), jnp.maximum(height, width)
+        if self.per_second:
+            first &= passed == 0
         steps = jnp.where(inside, jnp.where(first, longer, 0), 1)
         before = jnp.cumsum(steps, axis=1, dtype=jnp.int32) - steps
         if segments is not None:
             starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
             before = before - jax.lax.cummax(jnp.where(starts, before, 0), axis=1)
-        time = before - jnp.where(first, 0, longer)
-        return jnp.stack([time, time + row, time + column], axis=-1)
+        start = before - jnp.where(first, 0, longer)
+        time = start + (passed * (self.per_second * seconds)).astype(jnp.int32)
+        return jnp.stack([time, start + row, start + column], axis=-1)
 
     def advance(self, images: Mapping[str, np.ndarray]) -> int:
         """See `VisionConfig`: an image counts as many positions as its longer side has squares."""
-        sides = images["image_grid_thw"][:, 1:] // self.merge
-        return int((sides.max(axis=1) - sides.prod(axis=1)).sum())
+        times, sides = images["image_grid_thw"][:, 0], images["image_grid_thw"][:, 1:] // self.merge
+        counted = np.minimum(times, 1) if self.per_second else times
+        return int((counted * sides.max(axis=1) - times * sides.prod(axis=1)).sum())
 
     def tensor_name(self, path: tuple[str, ...]) -> str:
         """Returns the name of a parameter in the checkpoint."""
@@ -270,7 +303,7 @@ class QwenVisionConfig(VisionConfig):
         tokens, patches, grids = map(batch.get, ("tokens", "pixel_values", "image_grid_thw"))
         if not isinstance(tokens, np.ndarray):
             return
-        counts = (tokens == self.token).sum(axis=-1)
+        counts = self.is_placeholder(tokens).sum(axis=-1)
         if patches is None:
             sizes, room = np.zeros_like(counts), 0
         elif isinstance(patches, np.ndarray):
@@ -289,13 +322,12 @@ class QwenVisionConfig(VisionConfig):
                 )
 
     def _check_grids(self, grids: np.ndarray) -> None:
-        wrong = (grids[..., 0] > 1) | (grids[..., 1:] % self.merge != 0).any(axis=-1)
+        wrong = (grids[..., 1:] % self.merge != 0).any(axis=-1)
         if wrong.any():
             row, image = np.argwhere(wrong)[0]
             raise ValueError(
                 f"batch['image_grid_thw'] has {grids[row, image].tolist()} for image {image} of "
-                f"row {row}: an image has 1 patch along time, and a multiple of {self.merge} along "
-                "height and width; videos aren't supported"
+                f"row {row}: an image has a multiple of {self.merge} patches along height and width"
             )
 
     def _check_shapes(self, patches: Any, grids: Any, rows: int, name: str = "{}") -> None:
@@ -345,8 +377,8 @@ def read_vision(
     if kind not in (None, own, f"{own}_vision"):
         raise ValueError(f"`model_type` = {kind!r} of `vision_config` isn't {own}_vision")
     hf_common.refuse_unsupported(fields)
-    # The first is only for videos, and Transformers doesn't read the others.
-    for name in ("tokens_per_second", "in_chans", "spatial_patch_size"):
+    # Transformers doesn't read these.
+    for name in ("in_chans", "spatial_patch_size", *([] if older else ["tokens_per_second"])):
         fields.take(name, None)
     turned = fields.mapping("rope_parameters")
     if turned.get("rope_type", "axial") not in ("axial", "default"):
@@ -364,6 +396,7 @@ def read_vision(
 
     found = QwenVisionConfig(
         token=outer.integer("image_token_id", token, least=0),
+        video=outer.integer("video_token_id", token + 1, least=0),
         older=older,
         prefix=prefix,
         hidden_size=fields.integer("hidden_size", 3584 if older else 1152),
@@ -384,6 +417,7 @@ def read_vision(
         full=layers("fullatt_block_indexes", (7, 15, 23, 31)) if older else (),
         deep=layers("deepstack_visual_indexes", deep) if not older else (),
         sections=tuple(sections if given is None else given),
+        per_second=fields.number("tokens_per_second", 4, above=0) if older else 0,
     )
     fields.finish()
     _check(found, places, window)

@@ -633,7 +633,7 @@ def _check_images(
     Raises:
         ValueError: If it hasn't, or the model has no vision part.
     """
-    count = 0 if vision is None else ids.count(vision.token)
+    count = 0 if vision is None else sum(map(vision.is_placeholder, ids))
     if count and not images:
         raise ValueError(
             f"`prompts` have one with {count:,} placeholders of images and without images: "
@@ -646,7 +646,7 @@ def _check_images(
                 f"`prompts` have {', '.join(images)}, but the decoder has no vision part: {hint}"
             )
         return
-    if ids[-1] == vision.token:
+    if vision.is_placeholder(ids[-1]):
         raise ValueError("`prompts` have one that ends in an image: a token has to follow")
     with naming("`prompts`"):
         vision.check_batch(
