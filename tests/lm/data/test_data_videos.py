@@ -23,6 +23,7 @@ from transformers.video_utils import VideoMetadata, make_batched_metadata  # noq
 
 from tiny_images import (  # noqa: E402
     VECTORS,
+    VIDEO,
     arrays_of,
     conversation,
     inputs,
@@ -275,6 +276,17 @@ def test_videos_that_can_not_be_used_are_named(given, message):
     with pytest.raises(data.DataError, match=message):
         made(rows, processor)
     assert made(rows, processor, invalid="drop").num_documents == 1
+
+
+def test_frames_may_have_more_patches_than_images():
+    processor = with_videos("gemma4")
+    processor.image_processor.max_soft_tokens = 70
+    processor.video_processor.options = {"max_soft_tokens": 140}
+    row = conversation([*own(picture(0)), video(frames_of(1, 2)), "which"])
+    (batch,) = made([row], processor, length=512)
+    counts = (batch["image_position_ids"][0] >= 0).all(axis=-1).sum(axis=-1)
+    assert counts[0] <= 4 * 70 < counts[1] == counts[2] <= 4 * 140
+    assert (batch["tokens"] == VIDEO).sum() == counts[1:].sum() // 4
 
 
 def test_frames_that_lie_on_their_side_are_upright(tmp_path):

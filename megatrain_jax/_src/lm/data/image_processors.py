@@ -34,7 +34,7 @@ class ImageProcessor(ABC):
     begin_video: str | None = None
     # What the whole processor passes to that of images, and for the frames of videos.
     _options: ClassVar[dict[str, Any]] = {}
-    _of_frames: dict[str, Any] = {}  # noqa: RUF012
+    _of_frames: dict[str, Any] = {}
 
     def __init__(self, processor: Any, names: Sequence[str]):
         """Takes a processor, and the names of the image tokens."""
@@ -161,7 +161,7 @@ class _InternVL(_OneSize):
     def __init__(self, processor: Any):
         """Takes the processor, or its parts."""
         tokenizer = processor.tokenizer
-        self.begin_video = tokenizer.video_token
+        self.begin_video = getattr(tokenizer, "video_token", None)
         self.begin, count = tokenizer.context_image_token, processor.image_seq_length
         around = start, end = tokenizer.start_image_token, tokenizer.end_image_token
         super().__init__(processor, self.begin, around, start + self.begin * count + end, count)
@@ -308,7 +308,7 @@ class _Qwen(ImageProcessor):
         return {"pixel_values": patches, "image_grid_thw": [[times, *sides]]}
 
 
-class _Qwen2_5(_Qwen):  # noqa: N801
+class _Qwen2_5(_Qwen):
     """Videos have times in their positions, and their own sizes like images."""
 
     _sizes: ClassVar[tuple[int, int]] = (128 * 28**2, 768 * 28**2)
@@ -377,14 +377,16 @@ class _Gemma4(ImageProcessor):
         most = _options_of_videos(processor).get("max_soft_tokens", 70)
         self._of_frames = {"max_soft_tokens": most}
         super().__init__(processor, [self.begin, *self._around])
-        self._shape = self._processed([Image.new("RGB", (32, 32))])["pixel_values"][0].shape
+        pixels = self._processed([Image.new("RGB", (32, 32))])["pixel_values"]
+        _, self._of_image, self._numbers = pixels.shape
+        self._of_frame = most * self._images.pooling_kernel_size**2
         module = importlib.import_module(type(self._images).__module__)
         self._resized = module.get_aspect_ratio_preserving_size
 
     def _form(self, height: int, width: int, frames: int) -> ImageForm:
         """Returns the form of an image or a video; it is the same for a turned image."""
         patch, merge = self._images.patch_size, self._images.pooling_kernel_size
-        most = self._of_frames["max_soft_tokens"] * merge**2 if frames else self._shape[0]
+        most = self._of_frame if frames else self._of_image
         rows, columns = self._resized(height, width, patch, most, merge)
         count = max(1, frames)
         return ImageForm(count * rows * columns // (patch * merge) ** 2, images=count)
@@ -400,7 +402,8 @@ class _Gemma4(ImageProcessor):
 
     def arrays(self, rows: Sequence[Sequence[Media]], room: ImageRoom) -> dict[str, np.ndarray]:
         """Opens images: `pixel_values`, (rows, images, patches, numbers), and their places."""
-        shape = len(rows), max(1, room.images), *self._shape
+        most = max(self._of_image, self._of_frame)
+        shape = len(rows), max(1, room.images), most, self._numbers
         patches, places = np.zeros(shape, np.float32), np.full((*shape[:3], 2), -1, np.int32)
         for row, images in enumerate(rows):
             at = 0
