@@ -216,8 +216,8 @@ def test_frames_in_files_and_folders_are_those_in_memory(tmp_path):
         (tmp_path / "rows.jsonl").write_text(line)
         assert data.has_images(tmp_path / "rows.jsonl")
         (batch,) = made(tmp_path / "rows.jsonl", used, length=96)
-        for name, array in expected.items():
-            np.testing.assert_array_equal(batch[name], array)
+        for name, array in expected.items():  # from a folder, torchvision resizes if it is there
+            np.testing.assert_allclose(batch[name], array, atol=0.02)
 
 
 def test_videos_differ_by_their_frames_and_their_rate():
