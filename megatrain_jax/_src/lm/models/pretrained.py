@@ -39,6 +39,7 @@ from megatrain_jax._src.lm.models.config import FAMILIES, DecoderConfig, as_scor
 from megatrain_jax._src.lm.models.decoder import Decoder
 from megatrain_jax._src.lm.models.decoder_options import VisionConfig
 from megatrain_jax._src.lm.models.family import Family
+from megatrain_jax._src.lm.models.gguf_files import by_our_names, gguf_file, open_gguf
 from megatrain_jax._src.lm.models.hf_common import as_ignored
 from megatrain_jax._src.lm.models.layers import Buffer
 from megatrain_jax._src.lm.models.quantised import open_weights, scales_of
@@ -48,6 +49,7 @@ from megatrain_jax._src.lm.models.tensors import (
     lazy_array,
     listed,
     same,
+    some,
     split_experts,
 )
 
@@ -160,13 +162,15 @@ class Pretrained(ExplainedAttributes):
 def load_pretrained(
     folder: str | PathLike[str], *, ignore: Sequence[str] = (), images: bool = False
 ) -> Pretrained:
-    """Opens a checkpoint in Hugging Face format; reads headers only.
+    """Opens a checkpoint in Hugging Face format, or a GGUF file; reads headers only.
 
     Args:
         folder: Contains `config.json` and `model.safetensors`, or an index and its files. A name
             such as "Qwen/Qwen3-0.6B", if there is no such folder, is downloaded from the Hugging
-            Face Hub by `huggingface_hub`, into its cache.
-        ignore: Fields of `config.json` to ignore, because they are known not to matter.
+            Face Hub by `huggingface_hub`, into its cache. Or a file "NAME.gguf", or a folder with
+            one, which the package `gguf` reads.
+        ignore: Fields of `config.json`, or of the metadata of a GGUF file, to ignore, because they
+            are known not to matter.
         images: Whether the decoder is trained with images: the checkpoint's vision part is then
             its module `vision`. Without it, the tensors of that part are only written again.
 
@@ -179,14 +183,22 @@ def load_pretrained(
     """
     as_ignored(ignore)
     checks.boolean("images", images)
-    holds = "a checkpoint (config.json and *.safetensors)"
-    folder = folder_or_download("folder", folder, holds, CHECKPOINT_FILES)
-    path = required_file(folder, "config.json")
-    values = read_json(path)
+    file = gguf_file(folder)
+    if file is None:
+        holds = "a checkpoint (config.json and *.safetensors)"
+        folder = folder_or_download("folder", folder, holds, CHECKPOINT_FILES)
+        path = required_file(folder, "config.json")
+        values, tensors = read_json(path), None
+        said = f"config.json in {folder}"
+    else:
+        path, folder = file, file.parent
+        values, tensors = open_gguf(file, ignore)
+        said = f"the metadata in {file}"
     with naming(path):
         config = DecoderConfig.from_hf(values, ignore=ignore, images=images)
     config = with_end_tokens(config, folder)
-    tensors = open_weights(folder, config.original)
+    if tensors is None:
+        tensors = open_weights(folder, config.original)
     family, stacked = family_of(config), False
     if not family.stacked:
         tensors, stacked = split_experts(
@@ -195,9 +207,11 @@ def load_pretrained(
     config = _with_own_head(config, tensors)
     if config.vision is not None:
         config = replace(config, vision=config.vision.as_in(frozenset(tensors)))
-    _check_count(folder, config, tensors)
+    _check_count(said, config, tensors)
     wanted = parameter_tensors(config)
-    _check(folder, config, wanted, tensors)
+    if file is not None:
+        tensors = by_our_names(tensors, config, [n for entry in wanted for n in entry.names])
+    _check(said, config, wanted, tensors)
     params: dict[str | int, Any] = {}
     buffers: dict[ParameterPath, ComputedArray] = {}
     for parameter in wanted:
@@ -245,6 +259,75 @@ def _built(config: DecoderConfig, buffers: Mapping[ParameterPath, ComputedArray]
     return decoder
 
 
+def without_dropout(model: Decoder) -> Decoder:
+    """Returns a copy of a model's modules, in evaluation mode, that shares its arrays."""
+    model = nnx.merge(*nnx.split(model))
+    model.eval()
+    return model
+
+
+def filled(name: str, model: Any, params: Any, allowed: str = "") -> Decoder:
+    """Returns a decoder with the given parameters, which are not read, in evaluation mode.
+
+    Args:
+        name: Name of the argument with both.
+        model: The decoder, or a function that builds it.
+        params: The parameters.
+        allowed: What the argument may be.
+
+    Raises:
+        TypeError: If the model is no decoder.
+        ValueError: If parameters are missing, or have another shape.
+    """
+    buffers = None
+    if not isinstance(model, Decoder):
+        if not callable(model):
+            raise TypeError(checks.refused(name, allowed, (model, params)))
+        build = model
+        model = nnx.eval_shape(build)
+        if not isinstance(model, Decoder):
+            kind = type(model).__qualname__
+            raise TypeError(f"the model in `{name}` builds a {kind}, not a models.Decoder")
+        # Fresh parameters have no readers, so XLA leaves them out.
+        buffers = jax.jit(lambda: nnx.state(build(), nnx.Not(nnx.Param)))()
+    model = without_dropout(model)
+    if buffers is not None:
+        nnx.update(model, buffers)
+    missing = []
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        found = _at(params, path)
+        where = "/".join(map(str, path))
+        if found is None:
+            missing.append(where)
+        elif tuple(found.shape) != tuple(variable.shape):
+            raise ValueError(
+                f"{where} in the parameters of `{name}` has shape {tuple(found.shape)}, but the "
+                f"model has {tuple(variable.shape)}"
+            )
+        else:
+            at: Any = model
+            for key in path[:-1]:
+                at = at[key] if isinstance(key, int) else getattr(at, str(key))
+            setattr(at, str(path[-1]), nnx.Param(found))
+    if missing:
+        raise ValueError(f"the parameters of `{name}` lack {some(missing)}")
+    return model
+
+
+def _at(tree: Any, path: Sequence[Any]) -> Any:
+    """Returns the leaf of a tree at a path; its keys may be numbers as text. None if missing."""
+    for key in path:
+        if isinstance(tree, list | tuple) and isinstance(key, int) and key < len(tree):
+            tree = tree[key]
+        elif isinstance(tree, Mapping) and key in tree:
+            tree = tree[key]
+        elif isinstance(tree, Mapping) and str(key) in tree:
+            tree = tree[str(key)]
+        else:
+            return None
+    return tree.get_value() if isinstance(tree, nnx.Variable) else tree
+
+
 def with_end_tokens(config: DecoderConfig, folder: Path, *, add: bool = False) -> DecoderConfig:
     """Returns a configuration with the end tokens of a folder's generation_config.json, if any.
 
@@ -275,7 +358,7 @@ def _with_own_head(config: DecoderConfig, tensors: dict[str, Tensor]) -> Decoder
     return replace(config, tie_embeddings=False)
 
 
-def _check_count(folder: Path, config: DecoderConfig, tensors: dict[str, Tensor]) -> None:
+def _check_count(said: str, config: DecoderConfig, tensors: dict[str, Tensor]) -> None:
     """Compares the numbers of tensors and layers, before any layer is laid out."""
     experts = config.experts
     several = experts is not None and not family_of(config).stacked
@@ -284,13 +367,13 @@ def _check_count(folder: Path, config: DecoderConfig, tensors: dict[str, Tensor]
     if least > len(tensors):
         more = f" of which {len(experts.layers):,} have {experts.num:,} experts" if experts else ""
         raise ValueError(
-            f"config.json in {folder} asks for {config.num_layers:,} layers{more}, at least "
+            f"{said} asks for {config.num_layers:,} layers{more}, at least "
             f"{least:,} tensors, but its files hold {len(tensors):,}"
         )
 
 
 def _check(
-    folder: Path,
+    said: str,
     config: DecoderConfig,
     wanted: Sequence[ParameterTensors],
     tensors: dict[str, Tensor],
@@ -317,7 +400,7 @@ def _check(
         f"of another dtype than {', '.join(DTYPES)}": unknown,
     }
     if found := listed(wrong):
-        raise ValueError(f"the tensors in {folder} don't fit its config.json. {found}")
+        raise ValueError(f"the tensors don't fit {said}. {found}")
 
 
 def _is_idle(name: str, config: DecoderConfig) -> bool:

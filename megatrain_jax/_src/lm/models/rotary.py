@@ -126,7 +126,7 @@ def cos_sin_tables(rope: Rope, positions: Positions) -> CosSin:
     """
     # In fp32 for any model dtype: bfloat16 can't tell positions beyond 256 apart.
     each = positions if positions.ndim == 3 else positions[..., None]
-    angles = each.astype(jnp.float32) * _frequencies(rope, positions)
+    angles = each.astype(jnp.float32) * frequencies(rope, positions)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
@@ -184,7 +184,7 @@ def rotate(
     return jnp.concatenate([*(part.astype(x.dtype) for part in rotated), rest], axis=-1)
 
 
-def _frequencies(rope: Rope, positions: Positions) -> Float[Array | np.ndarray, " pairs"]:
+def frequencies(rope: Rope, positions: Positions) -> Float[Array | np.ndarray, " pairs"]:
     """Returns the radians by which each pair is rotated from one position to the next, in fp32."""
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     plain = (1.0 / np.float32(rope.base) ** exponents).astype(np.float32)

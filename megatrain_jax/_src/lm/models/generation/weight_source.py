@@ -1,6 +1,6 @@
 """The models that generation can use, and their weights before they are on the device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,9 +15,8 @@ from megatrain_jax._src.lm.models.arrays import check_floating
 from megatrain_jax._src.lm.models.decoder import Decoder, policy_of
 from megatrain_jax._src.lm.models.generation.sharing import Sharing
 from megatrain_jax._src.lm.models.lora import Lora
-from megatrain_jax._src.lm.models.pretrained import Pretrained
+from megatrain_jax._src.lm.models.pretrained import Pretrained, filled, without_dropout
 from megatrain_jax._src.lm.models.rotary import Rope
-from megatrain_jax._src.lm.models.tensors import some
 
 _ALLOWED = (
     "a Trainer, a result of fit, a models.Pretrained, a models.Lora, a models.Decoder, or "
@@ -134,9 +133,9 @@ def open_source(
     if isinstance(given, Pretrained | Lora):
         given = given.model, given.params
     if isinstance(given, Decoder):
-        return _of_arrays(_without_dropout(given), dtype)
+        return _of_arrays(without_dropout(given), dtype)
     if isinstance(given, tuple) and len(given) == 2:
-        return _of_arrays(_filled(*given), dtype)
+        return _of_arrays(filled("source", *given, _ALLOWED), dtype)
     raise TypeError(checks.refused("source", _ALLOWED, given))
 
 
@@ -189,7 +188,7 @@ def _source(
     at_rest: Callable[[Sequence[Any]], int] | None,
 ) -> WeightSource:
     """Splits a model: each layer is a part, and everything outside the layers is one."""
-    model = _without_dropout(model)
+    model = without_dropout(model)
     config, layers, forms = model.config, list(model.layers), []
     if config.scores:
         raise ValueError("`source` is a reward model, whose head scores tokens and writes none")
@@ -225,61 +224,3 @@ def _part(module: nnx.Module, dtype: Any) -> tuple[nnx.GraphDef, WeightsPart]:
 def _is_array(x: Any) -> bool:
     """Whether a leaf is an array, or has the shape and dtype of one."""
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, nnx.Variable)
-
-
-def _without_dropout(model: Decoder) -> Decoder:
-    """Returns a copy of a model's modules, in evaluation mode, that shares its arrays."""
-    model = nnx.merge(*nnx.split(model))
-    model.eval()
-    return model
-
-
-def _filled(model: Any, params: Any) -> Decoder:
-    """Returns a decoder with the given parameters, which are not read."""
-    buffers = None
-    if not isinstance(model, Decoder):
-        if not callable(model):
-            raise TypeError(checks.refused("source", _ALLOWED, (model, params)))
-        build = model
-        model = nnx.eval_shape(build)
-        if not isinstance(model, Decoder):
-            name = type(model).__qualname__
-            raise TypeError(f"the model in `source` builds a {name}, not a models.Decoder")
-        # Fresh parameters have no readers, so XLA leaves them out.
-        buffers = jax.jit(lambda: nnx.state(build(), nnx.Not(nnx.Param)))()
-    model = _without_dropout(model)
-    if buffers is not None:
-        nnx.update(model, buffers)
-    missing = []
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        found = _at(params, path)
-        name = "/".join(map(str, path))
-        if found is None:
-            missing.append(name)
-        elif tuple(found.shape) != tuple(variable.shape):
-            raise ValueError(
-                f"{name} in the parameters of `source` has shape {tuple(found.shape)}, but the "
-                f"model has {tuple(variable.shape)}"
-            )
-        else:
-            at: Any = model
-            for key in path[:-1]:
-                at = at[key] if isinstance(key, int) else getattr(at, str(key))
-            setattr(at, str(path[-1]), nnx.Param(found))
-    if missing:
-        raise ValueError(f"the parameters of `source` lack {some(missing)}")
-    return model
-
-
-def _at(tree: Any, path: Sequence[Any]) -> Any:
-    """Returns the leaf of a tree at a path; its keys may be numbers as text. None if missing."""
-    for key in path:
-        if isinstance(tree, list | tuple) and isinstance(key, int) and key < len(tree):
-            tree = tree[key]
-        elif isinstance(tree, Mapping) and key in tree:
-            tree = tree[key]
-        elif isinstance(tree, Mapping) and str(key) in tree:
-            tree = tree[str(key)]
-        else:
-            return None
-    return tree.get_value() if isinstance(tree, nnx.Variable) else tree
