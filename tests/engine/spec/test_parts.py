@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 
+import megatrain_jax as mt
 from inside import spec_of
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.kernels.cache import KernelCache
@@ -89,6 +90,25 @@ def spec_of_blocks(num_blocks, rows=8, **options):
 
 def fitted(spec, num_bytes):
     return fit_to_machine(spec, TileFinder(KernelCache(), NOWHERE), num_bytes, lambda spec: spec)
+
+
+@pytest.mark.parametrize(("width", "parts"), [(2**15, 3), (32_000, 2), (25_000, 1)])
+def test_a_block_with_more_numbers_than_32_bits_count_is_cut(width, parts):
+    def build():
+        layer = {name: jnp.zeros((width, width)) for name in "abc"}
+        return {"layers": [layer, layer]}
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for layer in params["layers"]:
+            for name in "abc":
+                x = jnp.tanh(x @ layer[name])
+        return (x**2).mean()
+
+    batch = {"x": jax.ShapeDtypeStruct((4, width), jnp.float32)}
+    hardware = replace(card("H200"), device_bytes=2**40, host_bytes=2**40)
+    plan = mt.plan(build, loss_fn, optax.adam(1e-3), batch, hardware=hardware)
+    assert plan.fits_device and plan.num_stages == 2 * parts
 
 
 @pytest.mark.exhaustive

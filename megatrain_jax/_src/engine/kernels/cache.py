@@ -29,6 +29,9 @@ from megatrain_jax._src.engine.state.placement import LARGEST_PART, PART
 # free, and 7 GiB while 33 of 67 were in use. So kernels with a large piece of temporaries are
 # dispatched one by one, which delays each by some milliseconds.
 _LARGE_TEMPORARIES = 4 * 2**30
+# Bytes for each number of slabs that are too long for an update: more than any device has, so that
+# a block is cut into parts.
+_PER_NUMBER = 2**20
 
 
 class KernelCache:
@@ -201,7 +204,11 @@ class KernelCache:
         needed = self._temporaries.get(key)
         if needed is None:
             if key not in self._estimates:
-                self._estimates[key] = self._estimated_bytes(function(kernel), kernel)
+                try:
+                    found = self._estimated_bytes(function(kernel), kernel)
+                except OverflowError:
+                    found = _PER_NUMBER * sum(x.size for x in jax.tree.leaves(kernel.takes))
+                self._estimates[key] = found
             share = self._shares.get((kernel.name, kernel.whole or kernel.key), 1.0)
             needed = round(share * self._estimates[key])
         # Equal kernels of different steps may run beside different bytes.

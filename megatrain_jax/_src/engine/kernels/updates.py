@@ -54,6 +54,8 @@ from megatrain_jax._src.engine.state.placement import Placement
 _PIECE = 1 << 24
 # The start of a piece is an unsigned 32-bit number.
 _LONGEST = 1 << 32
+# The most numbers of a shard whose places an update counts in 32 bits.
+_MOST_COLUMNS = (1 << 31) - 1
 
 _Sums = tuple[jax.Array, jax.Array]
 _Numbers = TypeVar("_Numbers", jax.Array, _Sums)
@@ -378,6 +380,11 @@ def _update(
     elements = _update_of_elements(fragment, layout)
     if elements is None:
         return update_by_leaf(fragment, layout, guarded)
+    if (length := layout.master.size // layout.master.num_shards) > _MOST_COLUMNS:
+        raise OverflowError(
+            f"a block has {length:,} numbers on each device, which are counted in 32 bits: train "
+            "on more devices"
+        )
     edges = {tuple((s.start, s.stop) for s in slab.segments) for slab in layout.slabs}
     if layout.num_coded or len(edges) == 1:
         return update_in_pieces(elements, layout, guarded, in_one_pass)
