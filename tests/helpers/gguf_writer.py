@@ -64,7 +64,9 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, arch)
     for name, value in sizes.items():
         key = name if name.startswith(("tokenizer.", "split.")) else f"{arch}.{name}"
-        if isinstance(value, str):
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
             writer.add_string(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)

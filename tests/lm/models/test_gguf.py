@@ -236,6 +236,18 @@ def test_scalings_of_rotary_embeddings_are_read(kind: str, tmp_path: Path):
     assert models.load_pretrained(path).config.rope == config.rope
 
 
+def test_arrays_in_the_metadata_are_passed_over(tmp_path: Path):
+    arrays = {"tokenizer.ggml.tokens": ["a", "bcd", ""], "tokenizer.ggml.scores": [1.0, 2.0]}
+    path, tensors = write(tmp_path, "qwen2", own=arrays)
+    pretrained = models.load_pretrained(path)
+    assert pretrained.config.end_tokens == (2,)
+    norm = np.asarray(pretrained.params["norm"]["weight"])
+    np.testing.assert_array_equal(norm, tensors["model.norm.weight"])
+    path, _ = write(tmp_path, "qwen2", own={"feed_forward_length": [96, 96]})
+    with refuses(TypeError, path, "intermediate_size"):
+        models.load_pretrained(path)
+
+
 @pytest.mark.parametrize(("arch", "layers"), [("gemma2", 46), ("gemma3", 62)])
 def test_the_largest_models_scale_by_another_width(arch: str, layers: int):
     for number, expected in ((layers, 16), (layers - 1, 256)):

@@ -7,6 +7,7 @@ keys, the offset of Gemma's norms, and experts, which are one tensor.
 
 import importlib
 import re
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -66,8 +67,8 @@ _TOKENS = {
 _SCALED_APART = {"gemma2": 46, "gemma3": 62}
 _ROPE_TENSOR = "rope_freqs.weight"
 _EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
-# Values in the metadata; files of 256,000 tokens have about two million.
-_MOST_VALUES = 2**24
+# Values in the metadata and about tensors, of which each has about ten.
+_MOST_VALUES = 2**21
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,7 @@ def open_gguf(path: Path, ignore: Iterable[str]) -> tuple[dict[str, Any], dict[s
     check_regular(path)
     gguf = _package()
     with as_value_errors(f"{path} is no GGUF file that can be read"):
-        reader = _checked(gguf.GGUFReader)(path)
+        reader = _metadata_reader(gguf)(path)
         names = {name for name in reader.fields if not name.startswith("tokenizer.")}
         names |= _TOKENS.keys() & reader.fields.keys()
         fields = {name: _shortest(reader.fields[name].contents()) for name in names}
@@ -141,11 +142,27 @@ def _package() -> Any:
         return importlib.import_module("gguf")
 
 
-def _checked(reader: type[Any]) -> type[Any]:
-    """A reader that ends at the end of a file, where gguf's goes on with empty values."""
+def _metadata_reader(gguf: Any) -> type[Any]:
+    """The class of gguf's reader, which ends at the end of a file and passes over arrays.
 
-    class Reader(reader):
+    Otherwise, it goes on with empty values, and the tokens of a large vocabulary take seconds.
+    """
+    kinds = gguf.GGUFValueType
+
+    class Reader(gguf.GGUFReader):
         num_values = 0
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type != kinds.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind, count = struct.unpack_from("<IQ", self.data, orig_offs)
+            at = orig_offs + struct.calcsize("<IQ")
+            if kind == kinds.STRING:
+                for _ in range(count):
+                    at += 8 + struct.unpack_from("<Q", self.data, at)[0]
+            else:
+                at += count * np.dtype(self.gguf_scalar_to_np[kinds(kind)]).itemsize
+            return at - orig_offs, [], [], [kinds.ARRAY]
 
         def _get(self, offset: int, dtype: Any, count: Any = 1, *args: Any, **named: Any) -> Any:
             found = super()._get(offset, dtype, count, *args, **named)
