@@ -395,7 +395,7 @@ def test_the_space_of_a_dropped_trainer_is_free_again(tmp_path: Path):
 # ---- faults
 
 
-def _sized(drives: Drives, rng: random.Random) -> list[Any]:
+def _sized(drives: drive.Storage, rng: random.Random) -> list[Any]:
     sizes = [0, 1, 4095, 4096, 4097, 2**23 - 1, 2**23, 2**23 + 1, rng.randrange(2**25)]
     return [drives.place(size) for size in sizes]
 

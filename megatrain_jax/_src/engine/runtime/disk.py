@@ -33,7 +33,7 @@ from megatrain_jax._src.common.activity import progressed
 from megatrain_jax._src.common.keys import Key
 from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.workload import SLOTS
-from megatrain_jax._src.engine.state.drive import Drives, Range
+from megatrain_jax._src.engine.state.drive import Range, Storage
 from megatrain_jax._src.engine.state.host_leaves import Resting, shards_here
 from megatrain_jax._src.engine.state.placement import Placement
 from megatrain_jax._src.engine.state.pool import unfilled
@@ -84,7 +84,7 @@ class _Read:
 class _Shard:
     """Some elements of a shard on a drive: read when it is converted to a NumPy array."""
 
-    def __init__(self, drives: Drives, place: _Place, where: Range, dtype: Any, among: range):
+    def __init__(self, drives: Storage, place: _Place, where: Range, dtype: Any, among: range):
         self._drives, self._place, self._where = drives, place, where
         self.dtype, self._among = np.dtype(dtype), among
 
@@ -117,7 +117,7 @@ class Disk:
 
     def __init__(
         self,
-        drives: Drives,
+        drives: Storage,
         parts: Mapping[Key, tuple[jax.ShapeDtypeStruct, ...]],
         classes: Mapping[Key, int],
         placement: Placement,

@@ -10,7 +10,7 @@ Example: 20 MiB on two drives, in pieces of 8 MiB::
     of the range   0 –  8     8 – 16     16 – 20
     in file        first      second     first, after the piece before
 
-`OrdinaryMemory` has ranges in memory that isn't pinned instead, without checksums.
+`OrdinaryMemory` keeps ranges in memory that isn't pinned, without checksums.
 """
 
 import errno
@@ -65,31 +65,20 @@ class Range:
         self.sums: list[int | None] = [None] * len(pieces)
 
 
-class Drives:
-    """Ranges of bytes in a file of each folder; their space is free when nobody has this object.
+class Storage:
+    """Ranges of bytes that threads write and read; they are placed before `reserve`.
 
     Attributes:
         num_bytes: Bytes of all ranges, with their padding.
     """
 
-    def __init__(self, folders: Sequence[Path]):
-        """Makes the folders and the files; ranges are placed before `reserve`.
-
-        Raises:
-            OSError: If a folder can't be written.
-        """
-        self._folders = list(folders)
-        self._lengths = [0] * len(self._folders)
-        self._files: list[int] = []
-        # A read or write under way has this object, too. When the process ends, files close anyway.
-        self._close = weakref.finalize(self, _close_files, self._files)
-        self._close.atexit = False
-        self._buffers = threading.local()
-        for folder in self._folders:
-            with _told(folder, "can't be used"):
-                folder.mkdir(parents=True, exist_ok=True)
-                self._files.append(_unnamed_file(folder))
-        self._start_threads(_THREADS * len(self._folders))
+    def __init__(self, num_files: int, num_threads: int):
+        """Has no ranges yet; `num_threads` of threads each write and read."""
+        self._lengths = [0] * num_files
+        self._readers, self._writers = (
+            ThreadPoolExecutor(num_threads, thread_name_prefix=f"disk {name}")
+            for name in ("reads", "writes")
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -107,17 +96,12 @@ class Drives:
         return Range(num_bytes, pieces)
 
     def reserve(self) -> None:
-        """Takes the space of all ranges, so that later no write fails for want of space.
+        """Takes the space of all ranges, so that no write fails for want of space.
 
         Raises:
-            OSError: If a drive has too little space.
+            OSError: If there is too little space.
         """
-        for folder, file, length in zip(self._folders, self._files, self._lengths, strict=True):
-            if not length:
-                continue
-            _check_free(folder, length)
-            with _told(folder, f"can't hold {sized(length)}"):
-                _allocate(file, length)
+        raise NotImplementedError
 
     def write(self, where: Range, data: Callable[[], np.ndarray]) -> list[Future]:
         """Starts to write a range.
@@ -147,13 +131,52 @@ class Drives:
         """Ends the threads, and gives the space back."""
         for threads in (self._readers, self._writers):
             threads.shutdown(cancel_futures=True)
-        self._close()
+        self._free()
 
-    def _start_threads(self, number: int) -> None:
-        self._readers, self._writers = (
-            ThreadPoolExecutor(number, thread_name_prefix=f"disk {what}")
-            for what in ("reads", "writes")
-        )
+    def _free(self) -> None:
+        raise NotImplementedError
+
+    def _write(self, where: Range, number: int, data: Callable[[], np.ndarray]) -> None:
+        """Writes a piece of a range."""
+        raise NotImplementedError
+
+    def _read(self, where: Range, number: int, out: np.ndarray, begin: int = 0) -> None:
+        """Reads a piece of a range into an array of the range's bytes from `begin` on."""
+        raise NotImplementedError
+
+
+class Drives(Storage):
+    """Ranges in a file of each folder; their space is free when nobody has this object."""
+
+    def __init__(self, folders: Sequence[Path]):
+        """Makes the folders and the files.
+
+        Raises:
+            OSError: If a folder can't be written.
+        """
+        super().__init__(len(folders), _THREADS * len(folders))
+        self._folders = list(folders)
+        self._files: list[int] = []
+        # A read or write under way has this object, too. When the process ends, files close anyway.
+        self._closing = weakref.finalize(self, _close_files, self._files)
+        self._closing.atexit = False
+        self._buffers = threading.local()
+        for folder in self._folders:
+            with _told(folder, "can't be used"):
+                folder.mkdir(parents=True, exist_ok=True)
+                self._files.append(_unnamed_file(folder))
+
+    def reserve(self) -> None:
+        """See `Storage`; writes the files if need be."""
+        for folder, file, length in zip(self._folders, self._files, self._lengths, strict=True):
+            if not length:
+                continue
+            _check_free(folder, length)
+            with _told(folder, f"can't hold {sized(length)}"):
+                _allocate(file, length)
+
+    def _free(self) -> None:
+        self._closing()
 
     def _buffer(self) -> memoryview:
         """This thread's memory for direct transfers."""
@@ -193,24 +216,20 @@ class Drives:
         _copy_part(np.frombuffer(found, np.uint8), piece.start, out, begin)
 
 
-class OrdinaryMemory(Drives):
-    """Ranges of bytes in memory that isn't pinned."""
+class OrdinaryMemory(Storage):
+    """Ranges in memory that isn't pinned."""
 
     def __init__(self) -> None:
         """Has no ranges yet."""
-        self._lengths = [0]
-        self._start_threads(min(_COPYING_THREADS, os.cpu_count() or 1))
+        super().__init__(1, min(_COPYING_THREADS, os.cpu_count() or 1))
 
     def reserve(self) -> None:
-        """Takes the memory; the system gives its pages when they are written."""
+        """See `Storage`; the system gives pages when they are written."""
         memory = mmap.mmap(-1, max(1, self.num_bytes))
         memory.madvise(mmap.MADV_HUGEPAGE)
         self._memory = np.frombuffer(memory, np.uint8)
 
-    def close(self) -> None:
-        """Ends the threads; nothing refers to the memory then."""
-        for threads in (self._readers, self._writers):
-            threads.shutdown(cancel_futures=True)
+    def _free(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
     def _of(self, piece: _Piece) -> np.ndarray:
@@ -225,8 +244,8 @@ class OrdinaryMemory(Drives):
         _copy_part(self._of(piece), piece.start, out, begin)
 
 
-def drives_of(folders: Sequence[Path]) -> Drives:
-    """Ranges of bytes in these folders, or in ordinary memory if the only one stands for that."""
+def drives_of(folders: Sequence[Path]) -> Storage:
+    """Storage in these folders, or in memory if `ORDINARY_MEMORY` is the only one."""
     return OrdinaryMemory() if list(folders) == [ORDINARY_MEMORY] else Drives(folders)
 
 
