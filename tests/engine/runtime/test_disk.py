@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import gc
 import os
 import random
 import tempfile
@@ -28,7 +29,7 @@ from megatrain_jax._src.common.remembering import gc_paused
 from megatrain_jax._src.engine import run_state, start
 from megatrain_jax._src.engine.checkpoint import save
 from megatrain_jax._src.engine.options.options import Options
-from megatrain_jax._src.engine.runtime.disk import Disk, _all_but_next
+from megatrain_jax._src.engine.runtime.disk import Disk, _all_but_next, _memory
 from megatrain_jax._src.engine.runtime.engine import Engine
 from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.workload import SLOTS
@@ -435,6 +436,20 @@ def test_what_is_written_is_read_again(
     lengths = drives._lengths
     assert max(lengths) - min(lengths) <= 2**23, "drives are filled evenly"
     drives.close()
+
+
+def test_memory_that_a_thread_reads_into_is_kept():
+    """Reads may be under way when a trainer is dropped."""
+    numbers = np.arange(1000)
+    array = jnp.array(numbers)
+    view, kept = _memory(array), weakref.ref(array)
+    del array
+    gc.collect()
+    assert kept() is not None
+    np.testing.assert_array_equal(view.view(np.int32), numbers)
+    del view
+    assert kept() is None
+    assert not _memory(jnp.zeros(0)).size
 
 
 def test_a_flipped_bit_on_the_disk_is_noticed(tmp_path: Path):

@@ -16,7 +16,6 @@ Example: the masters of groups 0 to 3 rest on a drive. Over time, what is in eac
 A read waits until its part has been written, if an earlier instruction of the schedule offloads it.
 """
 
-import ctypes
 import functools
 import threading
 import weakref
@@ -365,13 +364,23 @@ def _all_but_next(ahead: deque[_Read], order: deque[tuple[Key, int]]) -> list[_R
     return useless
 
 
+class _Bytes:
+    """The bytes of an array in pinned memory, for NumPy, whose view of them keeps the array."""
+
+    def __init__(self, array: jax.Array):
+        self._array = array
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (array.nbytes,),
+            "typestr": "|u1",
+            "data": (array.unsafe_buffer_pointer(), False),
+        }
+
+
 def _memory(array: jax.Array) -> np.ndarray:
-    """The bytes of an array in pinned memory; waits until it is there. The caller keeps it."""
+    """The bytes of an array in pinned memory, which it keeps; waits until they are there."""
     array.block_until_ready()
-    if not array.nbytes:
-        return np.empty(0, np.uint8)
-    start = array.unsafe_buffer_pointer()
-    return np.ctypeslib.as_array((ctypes.c_ubyte * array.nbytes).from_address(start))
+    return np.asarray(_Bytes(array)) if array.nbytes else np.empty(0, np.uint8)
 
 
 def _joined(jobs: Sequence[Future]) -> Future:
