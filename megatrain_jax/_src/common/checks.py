@@ -254,7 +254,7 @@ def word(name: str, value: Any, known: Iterable[str], other: str = "") -> str:
 def either(words: Iterable[str]) -> str:
     """Words as a message lists them: `"a", "b" or "c"`."""
     *most, last = (f'"{word}"' for word in words)
-    return f"{', '.join(most)} or {last}"
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def pattern(

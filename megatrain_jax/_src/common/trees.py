@@ -32,7 +32,10 @@ def finds(pattern: str, name: str) -> bool:
 
 def may_train(leaf: Any) -> bool:
     """Whether a leaf may be trained: all but those made by `nnx.Param(x, trainable=False)`."""
-    return not isinstance(leaf, nnx.Variable) or leaf.get_metadata().get("trainable", True)
+    found = leaf.get_metadata().get("trainable", True) if isinstance(leaf, nnx.Variable) else True
+    if not isinstance(found, bool):
+        raise TypeError(f"`trainable`={found!r} of a variable of the model must be True or False")
+    return found
 
 
 def module_path(path: ModelPath) -> ModelPath:

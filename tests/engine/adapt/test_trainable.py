@@ -375,8 +375,12 @@ def test_what_a_model_marks_is_not_trained():
     np.testing.assert_array_equal(trainer.params["fixed"][...], fixed)
     for trainable in (None, "fixed|free", nnx.Param):
         assert mt.plan(*made, trainable=trainable).num_frozen == 4
-    with refuses(ValueError, "trainable"):
-        mt.plan(*made, trainable="fixed")
+    for trainable in "fixed", ("free", "fixed"):
+        with refuses(ValueError, "`trainable`='fixed'", "trainable=False"):
+            mt.plan(*made, trainable=trainable)
+    no_word: Any = "no"
+    with refuses(TypeError, "`trainable`", repr(no_word)):
+        mt.plan(lambda: nnx.Dict(w=nnx.Param(jnp.ones(2), trainable=no_word)), *made[1:])
 
 
 def test_filters_of_types_choose_nothing_in_a_tree_of_arrays():

@@ -56,6 +56,14 @@ def test_ends_leave_tokens_to_continue_every_beam_with():
     np.testing.assert_allclose(found.found.scores, (np.log([0.4, 0.4]) - [0, 0.1]) / 2, rtol=1e-5)
 
 
+@pytest.mark.parametrize("penalty", [-8.0, -40.0, -1e9])
+def test_a_strong_penalty_finds_as_many_texts_as_beams(penalty):
+    options: Any = {"num_beams": 3, "num_samples": 3, "length_penalty": penalty}
+    found = models.generate(decoder(), PROMPTS[:1], max_tokens=24, **options)
+    assert all(len(one.ids) and one.score is not None and one.score <= 0 for one in found)
+    assert len(found) == 3
+
+
 RULES = list(itertools.product((0.0, 1.0, 2.0, -1.0), (False, True, "never"), (1.0, 1.3)))
 FIRST = [(1.0, False, 1.3), (1.0, True, 1.0), (2.0, "never", 1.0)]
 

@@ -375,7 +375,7 @@ def test_layers_and_experts_have_tensors_at_least(experts, least, are_stacked, m
     config: Any = SimpleNamespace(num_layers=3, experts=own)
     least = 15 if are_stacked else least
     tensors: Any = dict.fromkeys(range(least))
-    of_pretrained._check_count(Path("folder"), config, tensors)
+    of_pretrained._check_count("folder", config, tensors)
     tensors.pop(0)
     with refuses(ValueError, "folder", least, least - 1):
-        of_pretrained._check_count(Path("folder"), config, tensors)
+        of_pretrained._check_count("folder", config, tensors)

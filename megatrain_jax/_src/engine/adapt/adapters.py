@@ -135,6 +135,13 @@ def trainable_mask(trainable: Any, params: Any) -> tuple[bool, ...]:
         return tuple(allowed)
     several = trainable if isinstance(trainable, tuple) else (trainable,)
     each = [_chosen(one, names, items) for one in several]
+    for one, chosen in zip(several, each, strict=True):
+        if not any(map(all, zip(allowed, chosen, strict=True))):
+            marked = [name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen]
+            raise ValueError(
+                f"`trainable`={one!r} chooses only parameters that the model excludes by "
+                f"`nnx.Param(x, trainable=False)`: {_shown(marked)}"
+            )
     pairs = zip(allowed, zip(*each, strict=True), strict=True)
     return tuple(may and any(chosen) for may, chosen in pairs)
 
@@ -169,7 +176,6 @@ def _chosen(trainable: Any, names: Sequence[str], items: Sequence[tuple[ModelPat
                 "return `match is not None`"
             )
     if not any(found):
-        shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
         types = {type(v).__name__ for _, v in items if isinstance(v, nnx.Variable)}
         of_types = f", of type {', '.join(sorted(types))}" if types else ""
         if not types and isinstance(trainable, type):
@@ -180,9 +186,14 @@ def _chosen(trainable: Any, names: Sequence[str], items: Sequence[tuple[ModelPat
         if isinstance(trainable, str) and any(trainable in name for name in names):
             of_types = f". For a part of a name, write '.*{trainable}'"
         raise ValueError(
-            f"`trainable`={trainable!r} chooses no parameter; the model has {shown}{of_types}"
+            f"`trainable`={trainable!r} chooses no parameter; the model has {_shown(names)}"
+            f"{of_types}"
         )
     return found
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
 
 
 def is_frozen(module: Sequence[Any], paths: Sequence[ModelPath], trained: Sequence[bool]) -> bool:

@@ -507,7 +507,8 @@ def _add(
     chosen = [matrices[name] for name in names if name in matrices]
     if not chosen:
         raise ValueError(
-            f"`targets`={targets!r} chooses no matrix; there are {some(list(matrices))}"
+            f"`targets`={targets!r} chooses no matrix; there are "
+            f"{some([name for name in matrices if name in shapes])}"
         )
     if isinstance(model, Decoder) and ("lm_head",) in dict(chosen):
         raise ValueError(

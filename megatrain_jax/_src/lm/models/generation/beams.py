@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from megatrain_jax._src.common import checks
 
-# The score of a text that there is not yet, as in Transformers.
+# The score of a beam that isn't continued yet, as in Transformers.
 _NONE = -1e9
 EARLY_STOPPING = (False, True, "never")
 
@@ -96,11 +96,11 @@ def empty_beams(parents: np.ndarray, num_beams: int, length: int) -> Any:
         length: Maximum number of tokens.
     """
     number = len(parents)
-    scores = np.full(number, _NONE, np.float32)
     ids, log_probs = np.zeros((number, length), np.int32), np.zeros((number, length), np.float32)
-    found: Any = FoundTexts(scores, ids, log_probs, np.zeros(number, np.int32))  # type: ignore
+    nothing, none = np.full(number, -np.inf, np.float32), np.zeros(number, np.int32)
+    found: Any = FoundTexts(nothing, ids, log_probs, none)  # type: ignore[arg-type]
     # The beams of a search are equal at first, so only one is continued.
-    scores = np.where(np.arange(number) % num_beams == 0, np.float32(0), scores)
+    scores = np.where(np.arange(number) % num_beams == 0, 0, _NONE).astype(np.float32)
     return Beams(parents, scores, ids, log_probs, found)  # type: ignore[arg-type]
 
 
@@ -151,7 +151,8 @@ def continued(
     totals, at = jax.lax.top_k(totals, num_beams)
     ended = jnp.take_along_axis(ends, at, axis=1) | (length >= limit)
     power = length.astype(jnp.float32) ** params.length_penalty
-    scores = jnp.where(ended, totals / power, -jnp.inf).reshape(rows)
+    # A text is better than none, however strong the penalty.
+    scores = jnp.where(ended, jnp.nan_to_num(totals / power), -jnp.inf).reshape(rows)
     last = FoundTexts(scores, *extended(at)[2:], written + 1)
 
     def by_search(x: Array) -> Array:
@@ -163,7 +164,7 @@ def continued(
     found = jax.tree.map(lambda x: jax.vmap(lambda x, at: x[at])(x, kept), both)
     is_early, is_never = (params.early_stopping == EARLY_STOPPING.index(x) for x in (True, "never"))
     longest = jnp.where(is_never & (params.length_penalty > 0), limit, length)
-    possible = own[:, :1] / longest.astype(jnp.float32) ** params.length_penalty
+    possible = jnp.nan_to_num(own[:, :1] / longest.astype(jnp.float32) ** params.length_penalty)
     going = (length < limit) & (possible > found.scores.min(axis=1, keepdims=True))
     going &= ~(is_early & (found.lengths > 0).all(axis=1, keepdims=True))
     going = jnp.broadcast_to(going, own.shape).reshape(rows)
