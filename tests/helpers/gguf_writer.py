@@ -63,7 +63,7 @@ def write_gguf(
     """
     writer = gguf.GGUFWriter(path, arch)
     for name, value in sizes.items():
-        key = name if name.startswith(("tokenizer.", "split.")) else f"{arch}.{name}"
+        key = name if name.startswith(("general.", "tokenizer.", "split.")) else f"{arch}.{name}"
         if isinstance(value, list):
             writer.add_array(key, value)
         elif isinstance(value, str):
@@ -81,7 +81,7 @@ def write_gguf(
         stored = names.get_name(re.sub(r"(?<=\.experts)\.\d+", "", base)) or base
         if arch == "llama" and stored.endswith(("attn_q", "attn_k")):
             heads = "head_count" if stored.endswith("q") else "head_count_kv"
-            array = permuted(array, sizes[f"attention.{heads}"])
+            array = permuted(array, sizes.get(f"attention.{heads}", 4))
         if arch.startswith("gemma") and stored.endswith("norm"):
             array = array + np.float32(1)
         stacks.setdefault(f"{stored}.{end}", []).append(array)

@@ -212,6 +212,11 @@ def test_a_folder_is_a_video_of_its_frames(given, tmp_path, capsys):
     question = ["chat", str(given / "tiny"), "--images", str(tmp_path), "--prompt", "and"]
     assert main(question) == 2
     assert tells(capsys.readouterr().err, "`images`", "video", "Gemma 3")
+    (tmp_path / "a.mp4").write_bytes(b"no folder")
+    question[3] = str(tmp_path / "a.mp4")
+    assert main(question) == 2
+    said = capsys.readouterr().err
+    assert tells(said, "`images`", "a.mp4", "ffmpeg") and "conversations" not in said
 
 
 @pytest.mark.exhaustive

@@ -259,9 +259,10 @@ def test_videos_follow_their_documents(kind):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (video("a.mp4"), "folder .*ffmpeg"),
+        (video("a.mp4"), "folder .*a.mp4 doesn't exist"),
+        (video("https://x.y/a.mp4"), "https://x.y/a.mp4.*ffmpeg"),
         (video([]), "without frames"),
-        (video(None), "without frames"),
+        (video(None), "without frames.* part"),
         (video([picture(0), picture(1, 9, 9)]), "several sizes"),
         (video([picture(0)] * 2, 0), "`fps`"),
         (video([picture(0)] * 2, float("inf")), "`fps`"),
@@ -276,6 +277,29 @@ def test_videos_that_can_not_be_used_are_named(given, message):
     with pytest.raises(data.DataError, match=message):
         made(rows, processor)
     assert made(rows, processor, invalid="drop").num_documents == 1
+
+
+@pytest.mark.parametrize(("file", "named"), [("", "ffmpeg"), ("readme.txt", "readme"), (None, "")])
+def test_folders_without_frames_are_named(file, named, tmp_path):
+    path = tmp_path / "clip"
+    if file == "":
+        path.write_text("no folder")
+    else:
+        path.mkdir()
+    if file:
+        picture(0).save(path / "0.png")
+        (path / file).write_text("no image")
+    with refuses(data.DataError, path, named):
+        made([conversation([video(str(path)), "a"])], with_videos("qwen3-vl"))
+
+
+def test_a_damaged_frame_is_named(tmp_path):
+    for n in range(2):
+        picture(n).save(tmp_path / f"{n}.png")
+    (tmp_path / "1.png").write_bytes((tmp_path / "1.png").read_bytes()[:-60])
+    prompt = conversation([video(str(tmp_path)), "a"])["messages"][:1]
+    with refuses(ValueError, tmp_path / "1.png"):
+        data.image_prompts([prompt], with_videos("qwen3-vl"))
 
 
 def test_frames_may_have_more_patches_than_images():

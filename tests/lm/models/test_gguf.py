@@ -5,12 +5,15 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from megatrain_jax import models
+from megatrain_jax._src.lm.cli.catalogue import config_values
+from megatrain_jax._src.lm.cli.model_and_batch import checkpoint_folder
 from megatrain_jax._src.lm.models import gguf_files
 from megatrain_jax._src.lm.models.pretrained import filled, leaves, parameter_tensors
 from messages import refuses
@@ -190,8 +193,17 @@ def test_a_file_becomes_an_ordinary_folder(tmp_path: Path):
     for name, array in read_back(models.load_pretrained(path)).items():
         np.testing.assert_array_equal(read_back(saved)[name], array.astype(jnp.bfloat16))
     assert json.loads((folder / "config.json").read_text())["rms_norm_eps"] == 1e-5
-    (tmp_path / "second.gguf").write_bytes(b"")
-    with refuses(ValueError, tmp_path, "own.gguf", "second.gguf"):
+    # Ollama's files have no suffix; and adapters name the file, not its folder.
+    blob = path.rename(tmp_path / "sha256-0a")
+    adapted = models.lora(models.load_pretrained(blob).model, targets="q_proj", rank=2)
+    model = nnx.eval_shape(adapted.model)
+    nnx.update(model, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), nnx.state(model)))
+    adapter = models.save_lora(model, tmp_path / "adapter")
+    named = json.loads((adapter / "adapter_config.json").read_text())
+    assert named["base_model_name_or_path"] == str(blob)
+    blob.rename(path)
+    (tmp_path / "second.GGUF").write_bytes(b"")
+    with refuses(ValueError, tmp_path, "own.gguf", "second.GGUF"):
         models.load_pretrained(tmp_path)
 
 
@@ -244,7 +256,7 @@ def test_arrays_in_the_metadata_are_passed_over(tmp_path: Path):
     norm = np.asarray(pretrained.params["norm"]["weight"])
     np.testing.assert_array_equal(norm, tensors["model.norm.weight"])
     path, _ = write(tmp_path, "qwen2", own={"feed_forward_length": [96, 96]})
-    with refuses(TypeError, path, "intermediate_size"):
+    with refuses(ValueError, path, "qwen2.feed_forward_length"):
         models.load_pretrained(path)
 
 
@@ -268,7 +280,9 @@ def test_the_largest_models_scale_by_another_width(arch: str, layers: int):
         ({"rope.scaling.type": "longrope"}, "llama.rope.scaling.type"),
         ({"expert_count": 8}, "llama.expert_count"),
         ({"split.count": 2}, "llama-gguf-split"),
-        ({"embedding_length": None}, "hidden_size"),
+        ({"embedding_length": None}, "llama.embedding_length"),
+        ({"attention.head_count": None}, "llama.attention.head_count"),
+        ({"general.type": "adapter"}, "general.type"),
         ({"block_count": 3}, "model.layers.2.mlp.down_proj.weight"),
         ({"block_count": 300}, "300"),
         ({"feed_forward_length": 95}, "model.layers.0.mlp.down_proj.weight"),
@@ -301,8 +315,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch):
             models.load_pretrained(tmp_path / f"{file}.gguf")
     with refuses(FileNotFoundError, tmp_path / "none.gguf"):
         models.load_pretrained(tmp_path / "none.gguf")
+    for read in (lambda x: models.merge_adapter(x, tmp_path / "out"), config_values):
+        with refuses(FileNotFoundError, path, "save_pretrained"):
+            read(str(path))
     with refuses(FileNotFoundError, path, "save_pretrained"):
-        models.merge_adapter(path, tmp_path / "out")
+        checkpoint_folder(str(path))
     writer = gguf.GGUFWriter(tmp_path / "bert.gguf", "bert")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -15,7 +15,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatrain_jax._src.lm.common.hf_folder import read_json, required_file
+from megatrain_jax._src.lm.common.hf_folder import (
+    existing_folder,
+    is_gguf,
+    read_json,
+    required_file,
+)
 
 _FILE = Path(__file__).with_name("catalogue.json")
 # What checkpoints of the same sizes add to a name: their training, or the month of their release.
@@ -69,6 +74,8 @@ def config_values(model: str) -> dict[str, Any]:
         ValueError: If the file is damaged.
     """
     path = Path(model).expanduser()
+    if is_gguf(path):
+        existing_folder("model", model, "config.json")  # it isn't, and the error says what to do
     if path.exists():
         # A configuration may have any name, for example if it was copied from elsewhere.
         folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import mimetypes
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -84,8 +85,7 @@ def run(settings: ChatSettings) -> int:
     with as_command_errors():
         chat_model = open_chat_model(settings)
     system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
-    kinds = [("video" if Path(x).is_dir() else "image", x) for x in listed(settings.images)]
-    images = [{"type": kind, kind: path} for kind, path in kinds]
+    images = [_part(path) for path in listed(settings.images)]
     if settings.prompt is not None:
         with as_command_errors():
             chat_model.answer([*system, _question(settings.prompt, images)])
@@ -95,6 +95,13 @@ def run(settings: ChatSettings) -> int:
             chat_model.rendered([*system, _question("?", images)])
     _converse(chat_model, system, images)
     return 0
+
+
+def _part(path: str) -> dict[str, Any]:
+    """The part of a message for an image or a video; the error of a video's file says more."""
+    is_video = Path(path).is_dir() or str(mimetypes.guess_type(path)[0]).startswith("video/")
+    kind = "video" if is_video else "image"
+    return {"type": kind, kind: path}
 
 
 def _question(text: str, images: Messages) -> dict[str, Any]:
@@ -211,10 +218,16 @@ class JaxChatModel(ChatModel):
             ids = self.encoded(messages, lambda prompt: prompt_ids(prompt, self.tokenizer))
             return {"tokens": ids}
         from megatrain_jax import data  # needs packages that chat alone does not
+        from megatrain_jax._src.lm.data.report import InvalidRow
 
         with naming("`images`"):
             options = {"chat_template": self.tokenizer.chat_template}
-            return data.image_prompts([messages], self.processor, **options)[0]
+            try:
+                return data.image_prompts([messages], self.processor, **options)[0]
+            except ValueError as error:
+                if isinstance(error.__cause__, InvalidRow):
+                    raise error.__cause__ from None  # without an argument that the user lacks
+                raise
 
     def answer(self, messages: Messages) -> str:
         """See `ChatModel.answer`."""

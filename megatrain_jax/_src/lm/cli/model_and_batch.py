@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 
 from megatrain_jax import models
 from megatrain_jax._src.lm.cli.run_settings import Frozen, listed
+from megatrain_jax._src.lm.common.hf_folder import existing_folder
 from megatrain_jax._src.lm.common.hub import CHECKPOINT_FILES, folder_or_download, is_hub_model
 
 # Options of `models.lora`, named in its errors.
@@ -24,13 +24,11 @@ def checkpoint_folder(given: str) -> str:
         given: The setting `model`.
 
     Raises:
-        FileNotFoundError: If the download fails.
-        ValueError: If there is no such folder.
+        FileNotFoundError: If there is no such folder, or the download fails.
     """
     if is_hub_model(given):
         return str(folder_or_download("model", given, "a checkpoint", CHECKPOINT_FILES))
-    if not Path(given).expanduser().is_dir():
-        raise ValueError(f"`model` = {given} must be the folder of a checkpoint")
+    existing_folder("model", given, "a checkpoint")
     return given
 
 

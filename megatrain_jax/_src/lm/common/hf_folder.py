@@ -61,11 +61,21 @@ def existing_folder(name: str, given: Any, holds: str) -> Path:
         return path
     what = f"{path} is a file" if path.is_file() else f"there is no folder {path}"
     advice = "`hf download NAME --local-dir FOLDER` downloads one of the Hub"
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         advice = "`models.save_pretrained(models.load_pretrained(FILE), FOLDER)` makes one of it"
     raise FileNotFoundError(
         f"`{name}` must be a folder on disk that holds {holds}, but {what}. {advice}"
     )
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file, by its name or its first bytes; Ollama's have no suffix."""
+    if path.suffix.lower() == ".gguf":
+        return not path.is_dir()
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def regular_file(folder: Path, name: str) -> Path | None:

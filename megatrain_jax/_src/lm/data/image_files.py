@@ -16,6 +16,7 @@ from megatrain_jax._src.common.outside import check_regular
 from megatrain_jax._src.lm.data.report import InvalidRow
 
 _UNREADABLE = "an image that can't be read"
+_URLS = ("http://", "https://", "data:")
 # Pictures that Pillow decodes itself: it would start Ghostscript for EPS, for example.
 _FORMATS = frozenset("AVIF BMP GIF JPEG JPEG2000 MPO PNG PPM TIFF WEBP".split())
 
@@ -126,11 +127,13 @@ class ImageReference:
                 return [upright.convert("RGB") if isinstance(given, Path) else upright]
         except Exception as error:  # Pillow's errors for damaged files have no common type
             name = f"{self.origin}, {given}," if isinstance(given, Path) else self.origin
+            named = ValueError(_with_file(given, error))  # the reason of `to_reference`
+            named.__cause__ = error
             raise ValueError(
                 f"an image of {name} can't be read: {error}. Repair the file, or leave its row "
                 'out, as `invalid`="drop" does: only then all images are decoded before training, '
                 "and not only their headers read"
-            ) from error
+            ) from named
 
     @property
     def num_bytes(self) -> int:
@@ -178,7 +181,7 @@ def _video(given: GivenVideo, folder: Path, origin: str, form: FormOf) -> VideoR
         raise InvalidRow("a video's `fps` that is no number above 0", f"{given.fps!r}")
     sources = given.frames
     if isinstance(sources, str | PathLike):
-        sources = _in_folder(folder / Path(sources).expanduser())
+        sources = _in_folder(sources, folder)
     if not isinstance(sources, list | tuple) or not sources:
         raise InvalidRow("a video without frames", f"{sources!r:.80} is no list of images")
 
@@ -197,15 +200,21 @@ def _video(given: GivenVideo, folder: Path, origin: str, form: FormOf) -> VideoR
     return VideoReference(frames=frames, digest=digest, origin=origin, form=own)
 
 
-def _in_folder(path: Path) -> list[Path]:
+def _in_folder(given: str | PathLike[str], folder: Path) -> list[Path]:
     """The frames in a folder, by their names; numbers in names count as numbers."""
-    if not path.is_dir():
+    is_url, path = str(given).startswith(_URLS), folder / Path(given).expanduser()
+    if is_url or path.exists() and not path.is_dir():
+        shown = f"{given:.200}" if is_url else path
         raise InvalidRow(
             "a video that is no folder of frames",
-            f"{path}: write its frames as images and pass their folder, such as from `ffmpeg -i "
-            f"{path.name} -vf fps=2 frames/%04d.png` with `fps` 2",
+            f"{shown}: write its frames as images and pass their folder, such as from `ffmpeg -i "
+            f"{shown} -vf fps=2 frames/%04d.png` with `fps` 2",
         )
+    if not path.is_dir():
+        raise InvalidRow("a video that is no folder of frames", f"{path} doesn't exist")
     files = [file for file in path.iterdir() if not file.name.startswith(".")]
+    if not files:
+        raise InvalidRow("a video without frames", f"there are no files in {path}")
     # Digits are at odd places, so numbers are only compared with numbers.
     parts = {file: re.split(r"([0-9]+)", file.name) for file in files}
     return sorted(
@@ -216,7 +225,7 @@ def _in_folder(path: Path) -> list[Path]:
 def _referred(given: Any, folder: Path, origin: str, form: FormOf) -> ImageReference:
     if isinstance(given, Mapping):
         given = next((given[name] for name in ("bytes", "path") if given.get(name)), given)
-    if isinstance(given, str) and given.startswith(("http://", "https://", "data:")):
+    if isinstance(given, str) and given.startswith(_URLS):
         raise InvalidRow("an image that is no file", f"{given[:60]} isn't downloaded")
     if isinstance(given, Image.Image):
         try:
@@ -239,9 +248,15 @@ def _referred(given: Any, folder: Path, origin: str, form: FormOf) -> ImageRefer
     except InvalidRow:
         raise
     except Exception as error:  # see `open`
-        raise InvalidRow(_UNREADABLE, str(error)) from error
+        raise InvalidRow(_UNREADABLE, _with_file(source, error)) from error
     known = source if isinstance(source, bytes) else f"{source} {size}".encode()
     return ImageReference(source=source, digest=_hash(known), origin=origin, form=own)
+
+
+def _with_file(source: Any, error: Exception) -> str:
+    """An error's message with the file that it is about, if the image is in one."""
+    is_named = not isinstance(source, Path) or str(source) in str(error)
+    return str(error) if is_named else f"{source}: {error}"
 
 
 def _refusing(form: Callable[[], ImageForm], height: int, width: int) -> ImageForm:

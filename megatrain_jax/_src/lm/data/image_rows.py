@@ -289,6 +289,11 @@ def _image_of(part: Mapping[str, Any], waiting: Iterator[Any]) -> Any:
     kind = "video" if _kind(part) == "video" else "image"
     names = (kind, *_SOURCES)
     own = next((part[name] for name in names if part.get(name) is not None), None)
+    if kind == "video" and own is None:
+        raise InvalidRow(
+            "a video without frames",
+            'its part has them, {"type": "video", "video": [...]}, and not a column of the row',
+        )
     if kind == "video":
         return GivenVideo(own, part.get("fps"))
     if own is not None:

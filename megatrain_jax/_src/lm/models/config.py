@@ -197,7 +197,7 @@ class DecoderConfig(DecoderOptions):
         options: Options that these classes read beside the fields above: a frozen dataclass of the
             family.
         init_std: Standard deviation of fresh weights.
-        source: The folder this was read from.
+        source: The folder, or the GGUF file, this was read from.
         saved_dtype: The dtype of most parameters in that folder.
         saved_apart: Names and dtypes of the tensors there that have a different dtype.
         saved_stacked: Whether a tensor there holds all experts of a layer.

@@ -41,6 +41,7 @@ from megatrain_jax._src.lm.common.hf_folder import (
     companion_names,
     end_tokens_of,
     existing_folder,
+    is_gguf,
     own_file,
     read_json,
 )
@@ -279,7 +280,7 @@ def save_pretrained(
         NamedTensor(name=n, array=a, code=codes.get(n, CODES[dtype])) for n, a in arrays.items()
     ]
     tensors += _kept(config, source)
-    copied = companions(source or config.source)
+    copied = companions(source or source_folder(config))
     learned = trainer.end_tokens if isinstance(trainer, Trainer) else ()
     if source is None:
         learned = (*config.end_tokens, *learned)  # adapters may have brought some
@@ -475,6 +476,14 @@ def write_config(folder: Path, values: dict[str, Any], dtype: str) -> None:
     for part in (values, values.get("text_config") or {}):
         part.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def source_folder(config: DecoderConfig) -> Path | None:
+    """The folder of the checkpoint, or of the GGUF file, that a configuration was read from."""
+    if config.source is None:
+        return None
+    path = Path(config.source)
+    return path.parent if is_gguf(path) else path
 
 
 def companions(source: str | PathLike[str] | None) -> dict[str, Path]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import as_value_errors, check_regular, naming, needing
+from megatrain_jax._src.lm.common.hf_folder import is_gguf
 from megatrain_jax._src.lm.models.config import FAMILIES, DecoderConfig
 from megatrain_jax._src.lm.models.rotary import Rope, frequencies
 from megatrain_jax._src.lm.models.tensors import DTYPES, Tensor, some
@@ -44,6 +45,7 @@ _SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
+_NEEDED = ("embedding_length", "block_count", "attention.head_count")
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _MORE = {
     "qwen3moe": {
@@ -98,8 +100,8 @@ def gguf_file(given: str | PathLike[str]) -> Path | None:
     """
     path = Path(checks.path("folder", given)).expanduser()
     if not path.is_dir():
-        return path if path.suffix == ".gguf" else None
-    files = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+        return path if is_gguf(path) else None
+    files = [] if (path / "config.json").exists() else sorted(path.glob("*.[gG][gG][uU][fF]"))
     if len(files) > 1:
         names = some([file.name for file in files])
         raise ValueError(f"`folder` must name one of the GGUF files in {path}: {names}")
@@ -225,6 +227,8 @@ def _values(
     fields: Mapping[str, Any], tensors: dict[str, Tensor], ignore: frozenset[str]
 ) -> dict[str, Any]:
     """Returns the configuration that a file's metadata describe."""
+    if (kind := fields.get("general.type", "model")) != "model":
+        raise ValueError(checks.refused("general.type", "'model'", kind))
     name = fields.get("general.architecture")
     if name not in _FAMILIES:
         raise ValueError(
@@ -235,6 +239,12 @@ def _values(
     start = f"{name}."
     own = {field.removeprefix(start): x for field, x in fields.items() if field.startswith(start)}
     known = _SIZES | _MORE.get(name, {})
+    if lists := [f"{start}{field}" for field in known if isinstance(own.get(field), list)]:
+        raise ValueError(
+            f"its metadata have an array as {some(lists)}: a number for each layer isn't supported"
+        )
+    if missing := [f"{start}{field}" for field in _NEEDED if field not in own]:
+        raise ValueError(f"its metadata lack {some(missing)}")
     values = {ours: own.pop(field) for field, ours in known.items() if field in own}
     family = FAMILIES[_FAMILIES[name]]
     values |= {"model_type": family.model_type, "architectures": [family.architecture]}

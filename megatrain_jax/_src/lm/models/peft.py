@@ -43,6 +43,7 @@ from megatrain_jax._src.lm.models.export import (
     copy_companions,
     decoder_of,
     new_folder,
+    source_folder,
     write_chat_template,
     write_config,
     write_end_tokens,
@@ -492,9 +493,9 @@ def save_lora(
     from safetensors.numpy import save_file
 
     copied = companions(source)
-    settings_file, base = copied.get(GENERATION_CONFIG), model.config.source
-    if settings_file is None and base is not None and Path(base).is_dir():
-        settings_file = own_file(Path(base), GENERATION_CONFIG)
+    settings_file, base = copied.get(GENERATION_CONFIG), source_folder(model.config)
+    if settings_file is None and base is not None and base.is_dir():
+        settings_file = own_file(base, GENERATION_CONFIG)
     learned = trainer.end_tokens if isinstance(trainer, Trainer) else ()
 
     def write() -> None:

@@ -167,8 +167,8 @@ def load_pretrained(
     Args:
         folder: Contains `config.json` and `model.safetensors`, or an index and its files. A name
             such as "Qwen/Qwen3-0.6B", if there is no such folder, is downloaded from the Hugging
-            Face Hub by `huggingface_hub`, into its cache. Or a file "NAME.gguf", or a folder with
-            one, which the package `gguf` reads.
+            Face Hub by `huggingface_hub`, into its cache. Or a GGUF file, or a folder with one
+            "NAME.gguf", which the package `gguf` reads.
         ignore: Fields of `config.json`, or of the metadata of a GGUF file, to ignore, because they
             are known not to matter.
         images: Whether the decoder is trained with images: the checkpoint's vision part is then
@@ -228,7 +228,7 @@ def load_pretrained(
     most = Counter(tensor.dtype for tensor in read).most_common(1)[0][0]
     config = replace(
         config,
-        source=str(folder.resolve()),
+        source=str(folder.resolve() / ("" if file is None else file.name)),
         saved_dtype=DTYPES[most].name,
         saved_apart={t.name: DTYPES[t.dtype].name for t in read if t.dtype != most},
         saved_stacked=stacked,
