@@ -269,6 +269,22 @@ def test_adapters_of_a_base_with_another_number_of_layers_are_refused(number, gi
         models.load_lora(models.load_pretrained(base), adapter)
 
 
+def test_adapters_that_peft_drops_are_refused(given, tmp_path):
+    """It takes the name of a dense layer's matrix for that of experts."""
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    save(make_torch("deepseek-v3"), base)
+    load(given / "run" / "model")[1].save_pretrained(base)
+    pretrained = models.load_pretrained(base)
+    models.save_lora(models.lora(pretrained.model, targets="0/mlp/.*_proj").model(), folder)
+    settings = ChatSettings(model=str(folder), base=str(base), library="transformers")
+    open_chat_model(settings)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    names = [name.removesuffix(".weight") for name in config.pop("target_parameters")]
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": names}))
+    with refuses(ValueError, folder, *names, "merge"):
+        open_chat_model(settings)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -303,6 +303,31 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
         models.load_lora(other.model, folder)  # type: ignore[arg-type]
 
 
+def test_adapters_beside_experts_are_loaded_by_peft(tmp_path):
+    """PEFT takes names such as `gate_proj` for those of experts."""
+    base = save(make_torch("deepseek-v3"), tmp_path / "base")
+    pretrained = models.load_pretrained(base)
+    model = models.lora(
+        pretrained.model,
+        targets="0/mlp/(gate|down)_proj|1/mlp/.*_proj",
+        rank=lambda path: 2 if "shared" in path or "/0/" in path else 3,
+        alpha=lambda path: 5.0 if "shared" in path else 6.0,
+    ).model()
+    for number, (_, module) in enumerate(adapted_modules(model)):
+        module.lora_B.set_value(jnp.full_like(module.lora_B[...], 0.1 * (number + 1)))
+    folder = models.save_lora(model, tmp_path / "lora")
+    tokens = random_tokens()
+    plain = logits_of(make_torch("deepseek-v3"), tokens)
+    theirs = logits_of(peft.PeftModel.from_pretrained(make_torch("deepseek-v3"), folder), tokens)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    merged = load(models.merge_adapter(folder, tmp_path / "merged", base=base))
+    assert np.abs(theirs - plain).max() > 0.01
+    np.testing.assert_allclose(theirs, logits_of(merged, tokens), atol=1e-4)
+    again = dict(adapted_modules(models.load_lora(pretrained, folder).model()))
+    for path, module in adapted_modules(model):
+        assert again[path].lora_settings == module.lora_settings
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("mixtral", marks=pytest.mark.long)])
 def test_adapters_of_experts_are_loaded_by_peft(name, tmp_path):

@@ -257,6 +257,7 @@ def train_from(base: Path, adapter: Path) -> None:
         ({"use_rslora": "no"}, None, "`use_rslora`"),
         ({"target_modules": "("}, None, "`target_modules`"),
         ({"target_modules": 5}, None, "`target_modules`"),
+        ({"target_parameters": "q_proj.weight"}, None, "`target_parameters`"),
         ({"alpha_pattern": {"q_proj": math.nan}}, None, "alpha_pattern.*q_proj"),
         ({"alpha_pattern": {"(": 3}}, None, r"alpha_pattern.*\("),
         ({"rank_pattern": ["q_proj"]}, None, "rank_pattern"),

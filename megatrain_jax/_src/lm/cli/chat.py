@@ -410,7 +410,7 @@ def _adapted(peft: Any, model: Any, folder: Path, about: Mapping[str, Any]) -> A
         about: The contents of its adapter_config.json.
 
     Raises:
-        ValueError: If PEFT can't load them, or would leave out layers.
+        ValueError: If PEFT can't load them, or would leave out some.
     """
     shapes = _shapes(folder)
     factors = (name.removeprefix("base_model.model.") for name in shapes if ".lora_" in name)
@@ -429,7 +429,16 @@ def _adapted(peft: Any, model: Any, folder: Path, about: Mapping[str, Any]) -> A
         embeddings = (shapes[name] for name in whole if ".lora_" not in name)
         if (shape := next(embeddings, None)) is not None:
             model.resize_token_embeddings(shape[0], mean_resizing=False)
-        return peft.PeftModel.from_pretrained(model, str(folder))
+        loaded = peft.PeftModel.from_pretrained(model, str(folder))
+    # It says nothing about adapters that it takes for those of experts, and drops.
+    there = {name for name, _ in loaded.base_model.model.named_modules()}
+    own = adapted.intersection(modules)
+    if dropped := sorted(name for name in own if f"{name}.lora_A" not in there):
+        raise ValueError(
+            f"PEFT drops adapters in {folder}, such as of {', '.join(dropped[:3])}: "
+            "`megatrain-jax merge` makes a whole model with all of them"
+        )
+    return loaded
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:

@@ -88,7 +88,7 @@ _WITHOUT_EFFECT = frozenset(
     "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config "
     "exclude_modules inference_mode layers_pattern layers_to_transform loftq_config lora_ga_config "
     "megatron_core modules_to_save peft_version qalora_group_size revision runtime_config "
-    "target_modules task_type".split()
+    "target_modules target_parameters task_type".split()
 )
 _CHECKED = frozenset(
     "r lora_alpha lora_dropout use_rslora use_dora rank_pattern alpha_pattern".split()
@@ -101,6 +101,8 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 }
 # It leaves the base as it is, too, but only `lora_A` is trained.
 _MERGED_ONLY = {"init_lora_weights": ("mica",)}
+# Modules that PEFT makes parameters of all experts of a layer, where a base has experts.
+_FUSED = frozenset(("gate_proj", "up_proj", "down_proj"))
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -117,6 +119,8 @@ class AdapterSettings:
         dora: Whether the norms of rows are trained, too.
         ranks: Ranks by regular expressions, which match the ends of modules' names.
         alphas: The same for alpha.
+        parameters: The ends of the names of tensors that PEFT adapts as such: their patterns match
+            the tensor's name instead of the module's.
     """
 
     values: Mapping[str, Any]
@@ -127,6 +131,7 @@ class AdapterSettings:
     dora: bool
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
+    parameters: tuple[str, ...]
 
     def rank_of(self, module: str) -> int:
         """Returns the rank of a module's adapter, as PEFT chooses it."""
@@ -141,9 +146,11 @@ class AdapterSettings:
         rank = self.rank_of(module)
         return self.alpha_of(module) / (math.sqrt(rank) if self.rslora else rank)
 
-    @staticmethod
-    def _of(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-        matches = (value for key, value in pattern.items() if _module_pattern(key).match(module))
+    def _of(self, pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+        tensor = f"{module}.weight"
+        by_tensor = any(f".{tensor}".endswith(f".{name}") for name in self.parameters)
+        name = tensor if by_tensor else module
+        matches = (value for key, value in pattern.items() if _module_pattern(key).match(name))
         return next(matches, default)
 
 
@@ -276,6 +283,9 @@ def _checked_settings(values: Mapping[str, Any], merging: bool) -> AdapterSettin
         isinstance(targets, list) and all(isinstance(target, str) for target in targets)
     ):
         raise TypeError(checks.refused("target_modules", "names or a regular expression", targets))
+    parameters = values.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+        raise TypeError(checks.refused("target_parameters", "names", parameters))
     return AdapterSettings(
         values=values,
         rank=checks.integer("r", values.get("r", 8)),
@@ -285,6 +295,7 @@ def _checked_settings(values: Mapping[str, Any], merging: bool) -> AdapterSettin
         dora=_flag(values, "use_dora"),
         ranks=_pattern(values, "rank_pattern", checks.integer),
         alphas=_pattern(values, "alpha_pattern", alpha),
+        parameters=tuple(parameters),
     )
 
 
@@ -527,23 +538,33 @@ def _config(
 
     PEFT finds modules by the ends of their names. `q_proj` stands for all modules with this name if
     all have adapters; otherwise each is listed by its full name.
+
+    Beside experts, PEFT takes all modules with the names of their matrices for experts, and would
+    drop the adapters of dense layers and shared experts. So these are listed as parameters.
     """
     # PEFT joins experts' matrices by the numbers that all modules have, so these are the experts'.
     settings = modules[min(modules, key=lambda path: not named[path].stacked)].lora_settings
 
+    def last(path: ModulePath) -> str:
+        return named[path].modules[0].rpartition(".")[2]
+
+    of_experts = _FUSED.intersection(last(path) for path in named if named[path].stacked)
+    parameters = {p for p in modules if last(p) in of_experts and not named[p].stacked}
+
+    def names(path: ModulePath) -> Iterable[str]:
+        return named[path].names if path in parameters else named[path].modules
+
     def pattern(number: str) -> dict[str, Any]:
         own = {path: getattr(module.lora_settings, number) for path, module in modules.items()}
         common = getattr(settings, number)
-        return {name: n for path, n in own.items() if n != common for name in named[path].modules}
-
-    def last(path: ModulePath) -> str:
-        return named[path].modules[0].rpartition(".")[2]
+        return {name: n for path, n in own.items() if n != common for name in names(path)}
 
     # On loading, a name shared with a module without adapters would give that module some.
     without = {last(path) for path in named if path not in modules}
     targets = {
         name
         for path in modules
+        if path not in parameters
         for name in ([last(path)] if last(path) not in without else named[path].modules)
     }
     return {
@@ -558,6 +579,7 @@ def _config(
         "use_rslora": settings.rslora,
         "use_dora": settings.dora,
         "target_modules": sorted(targets),
+        "target_parameters": sorted(named[path].names[0] for path in parameters) or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
