@@ -312,6 +312,7 @@ def test_adapters_beside_experts_are_loaded_by_peft(tmp_path):
         targets="0/mlp/(gate|down)_proj|1/mlp/.*_proj",
         rank=lambda path: 2 if "shared" in path or "/0/" in path else 3,
         alpha=lambda path: 5.0 if "shared" in path else 6.0,
+        rslora=True,
     ).model()
     for number, (_, module) in enumerate(adapted_modules(model)):
         module.lora_B.set_value(jnp.full_like(module.lora_B[...], 0.1 * (number + 1)))

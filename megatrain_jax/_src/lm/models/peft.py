@@ -559,6 +559,11 @@ def _config(
         common = getattr(settings, number)
         return {name: n for path, n in own.items() if n != common for name in names(path)}
 
+    alphas = pattern("alpha")
+    if settings.rslora and any(named[path].stacked for path in modules):
+        # PEFT joins two experts' matrices with twice their rank and alpha, which changes the scale
+        # by the square root of 2. The first pattern counts.
+        alphas = {"gate_up_proj": settings.alpha * math.sqrt(2)} | alphas
     # On loading, a name shared with a module without adapters would give that module some.
     without = {last(path) for path in named if path not in modules}
     targets = {
@@ -574,7 +579,7 @@ def _config(
         "r": settings.rank,
         "lora_alpha": settings.alpha,
         "rank_pattern": pattern("rank"),
-        "alpha_pattern": pattern("alpha"),
+        "alpha_pattern": alphas,
         "lora_dropout": settings.dropout,
         "use_rslora": settings.rslora,
         "use_dora": settings.dora,
