@@ -396,6 +396,13 @@ def test_models_without_a_head_do_not_answer(kind, error, given, tmp_path, capsy
     assert tells(capsys.readouterr().err, *error.split())
 
 
+def test_models_with_images_that_transformers_does_not_load_are_for_jax(given, tmp_path):
+    load(given / "run" / "model")[1].save_pretrained(tmp_path)
+    transformers.Qwen3VLConfig().save_pretrained(tmp_path)
+    with refuses(ValueError, "--library jax", tmp_path):
+        open_chat_model(ChatSettings(model=str(tmp_path), library="transformers"))
+
+
 def test_the_command_merges_once(given, tmp_path, capsys):
     words = [str(given / "adapter"), "--base", str(given / "run" / "model")]
     assert main(["merge", *words, "--out", str(tmp_path / "merged")]) == 0

@@ -390,7 +390,15 @@ def _language_model(transformers: Any, folder: Path) -> Any:
         ValueError: If it can't be loaded, or weights are missing.
     """
     kind = transformers.AutoModelForCausalLM
-    model, about = _loaded(kind, folder, dtype="auto", output_loading_info=True)
+    try:
+        model, about = _loaded(kind, folder, dtype="auto", output_loading_info=True)
+    except ValueError as error:
+        from megatrain_jax._src.lm.models.config import FAMILIES  # needs time
+
+        family = FAMILIES.get(str(hf_folder.read_json(folder / _CONFIG).get("model_type")))
+        if family is None or not family.multimodal:
+            raise
+        raise ValueError(f"`--library jax` may answer with this model: {error}") from error
     if "score.weight" in about["unexpected_keys"]:
         raise ValueError(f"{folder} is a reward model, which gives scores and no answers")
     if missing := sorted(about["missing_keys"]):
