@@ -20,7 +20,7 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 import megatrain_jax as mt
 from boards import MESSAGES, PRESENCE, FakeBoard, look, present, processes_of
-from megatrain_jax._src.common.activity import doing, progressed
+from megatrain_jax._src.common.activity import HERE, doing, progressed
 from megatrain_jax._src.engine.state import coordination, presence
 from megatrain_jax._src.engine.state import processes as of_processes
 from megatrain_jax._src.engine.state.coordination import CoordinationService
@@ -375,6 +375,8 @@ def test_a_process_that_waits_in_jax_for_a_lost_peer_is_ended_late(
     board, ended = FakeBoard(), []
     processes = processes_of(board)
     monkeypatch.setattr(processes, "_end_at_once", lambda: ended.append(True))
+    # Threads of earlier tests may have left an activity.
+    monkeypatch.setattr(HERE, "doing", ("", False))
 
     def judged(seconds):
         present(processes).clock.seconds += seconds
