@@ -221,7 +221,7 @@ class OrdinaryMemory(Storage):
 
     def __init__(self) -> None:
         """Has no ranges yet."""
-        super().__init__(1, min(_COPYING_THREADS, os.cpu_count() or 1))
+        super().__init__(1, min(_COPYING_THREADS, len(os.sched_getaffinity(0))))
 
     def reserve(self) -> None:
         """See `Storage`; the system gives pages when they are written."""
