@@ -2,7 +2,7 @@
 
 Each folder has one file without a name, so that nothing is left when the process ends, however it
 ends. Ranges are divided into pieces, which go to the emptiest file: several drives work at once.
-Every piece has a checksum in memory, so that a drive that returns other bytes is noticed.
+The checksum of every piece is in memory, so that damaged data is noticed.
 
 Example: 20 MiB on two drives, in pieces of 8 MiB::
 
@@ -39,10 +39,10 @@ _ALIGNMENT = 4096
 _THREADS = 4
 # Threads that copy memory each way, at most: one core doesn't keep up with a GPU's link.
 _COPYING_THREADS = 8
-# Bytes copied at a time to measure a drive, and the seconds in which this is repeated.
+# Bytes copied at a time to measure a drive, and for how many seconds this is repeated.
 _MEASURED_BYTES, _MEASURED_SECONDS = 2**29, 1.0
 _MOUNTS = Path("/proc/self/mountinfo")
-# Stands for the folder of a drive where state rests in memory that isn't pinned.
+# In place of a folder: state rests in memory that isn't pinned.
 ORDINARY_MEMORY = Path("ordinary memory")
 
 
@@ -73,7 +73,7 @@ class Storage:
     """
 
     def __init__(self, num_files: int, num_threads: int):
-        """Has no ranges yet; `num_threads` of threads each write and read."""
+        """Starts without ranges; `num_threads` threads write, and as many read."""
         self._lengths = [0] * num_files
         self._readers, self._writers = (
             ThreadPoolExecutor(num_threads, thread_name_prefix=f"disk {name}")
@@ -114,7 +114,7 @@ class Storage:
         return [self._writers.submit(self._write, where, number, data) for number in numbers]
 
     def read(self, where: Range, out: np.ndarray) -> list[Future]:
-        """Starts to read a range, which has been written completely, into an array of its bytes."""
+        """Starts to read a completely written range into an array of its bytes."""
         numbers = range(len(where.pieces))
         return [self._readers.submit(self._read, where, number, out) for number in numbers]
 
@@ -266,11 +266,11 @@ def _told(folder: Path, what: str) -> Iterator[None]:
 
 
 def _allocate(file: int, length: int) -> None:
-    """Takes the space of a new file: by writing it, where a file system knows no other way."""
+    """Reserves the space of a new file, by writing zeros if the file system can't reserve it."""
     try:
         os.posix_fallocate(file, 0, length)
     except OSError as error:
-        # The C library then writes single bytes, which direct transfers refuse.
+        # The C library then writes single bytes, and direct transfers refuse these.
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
         zeros = mmap.mmap(-1, _PIECE_BYTES)
@@ -289,13 +289,13 @@ def _close_files(files: list[int]) -> None:
 
 
 def check_space(folders: Sequence[Path], num_bytes: int) -> None:
-    """Refuses folders, which may not exist yet, with too little space for so many bytes in all.
+    """Refuses folders with too little space for so many bytes in all; they need not exist.
 
     Raises:
         OSError: If a drive has too little space.
     """
     for folder in folders:
-        if folder != ORDINARY_MEMORY:  # whose size was limited by what is available
+        if folder != ORDINARY_MEMORY:  # limited by `within_pinned`
             _check_free(folder, num_bytes // len(folders))
 
 
@@ -337,7 +337,7 @@ def _unnamed_file(folder: Path) -> int:
 
 
 def in_memory(folder: Path) -> bool:
-    """Whether a folder, which may not exist yet, lies in the host's memory itself."""
+    """Whether a folder lies in the host's memory itself; it need not exist."""
     device = _existing(folder).stat().st_dev
     own = f"{os.major(device)}:{os.minor(device)}"
     rows = (row.partition(" - ") for row in (read_text(_MOUNTS) or "").splitlines())

@@ -1,8 +1,8 @@
 """GGUF files of llama.cpp: their metadata as a configuration, and their tensors by our names.
 
-The package `gguf` reads the files and decodes their tensors. What llama.cpp's conversion from
-Hugging Face checkpoints changes is changed back: names, the order of rows in Llama's queries and
-keys, the offset of Gemma's norms, and experts, which are one tensor.
+The package `gguf` reads the files and decodes their tensors. Names, the order of rows in Llama's
+queries and keys, the offset of Gemma's norms and the joined experts are changed back to those of
+Hugging Face checkpoints.
 """
 
 import importlib
@@ -65,7 +65,7 @@ _TOKENS = {
     "tokenizer.ggml.eos_token_id": "eos_token_id",
     "tokenizer.ggml.padding_token_id": "pad_token_id",
 }
-# Layers of the models whose queries llama.cpp scales by the width of a head that they don't have.
+# Numbers of layers of two models: llama.cpp scales their queries by hidden size / number of heads.
 _SCALED_APART = {"gemma2": 46, "gemma3": 62}
 _ROPE_TENSOR = "rope_freqs.weight"
 _EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
@@ -280,7 +280,7 @@ def _values(
 
 
 def _scaling(own: dict[str, Any]) -> dict[str, Any] | None:
-    """Takes the scaling of rotary embeddings out of the metadata."""
+    """Removes the scaling of rotary embeddings from the metadata, and returns it."""
     kinds = {"linear": ("factor",), "yarn": ("factor", "original_context_length")}
     start = "rope.scaling."
     kind = own.get(f"{start}type", "linear" if f"{start}factor" in own else "none")
@@ -295,7 +295,7 @@ def _scaling(own: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _llama3(factors: np.ndarray, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scaling of Llama 3.1 to 3.3, of which the file has only the factors.
+    """Returns the scaling of Llama 3.1 to 3.3; the file has only its factors.
 
     Raises:
         ValueError: If they are another model's.
