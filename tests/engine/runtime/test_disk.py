@@ -526,7 +526,10 @@ def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.Mon
         assert drive.in_memory(tmp_path / "later") is expected
 
 
-def test_state_that_can_t_be_pinned_rests_in_ordinary_memory(monkeypatch: pytest.MonkeyPatch):
+def test_state_that_can_t_be_pinned_rests_in_ordinary_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
     memory = make_trainer(CASE, OPTIMIZERS["clip_adamw"], budget="minimum")
     asked: list[int] = []
 
@@ -553,6 +556,7 @@ def test_state_that_can_t_be_pinned_rests_in_ordinary_memory(monkeypatch: pytest
         with warns(UserWarning, "pinned", "`disk_dir`", "ordinary memory"):
             little = make_trainer(CASE, OPTIMIZERS["clip_adamw"], budget="minimum")
     assert len(asked) == 2 and spec_of(little).on_disk
+    assert not list(tmp_path.iterdir())  # no drive is used
     check_alike(memory, little)
 
 

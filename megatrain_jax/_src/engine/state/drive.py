@@ -42,8 +42,8 @@ _COPYING_THREADS = 8
 # Bytes copied at a time to measure a drive, and for how many seconds this is repeated.
 _MEASURED_BYTES, _MEASURED_SECONDS = 2**29, 1.0
 _MOUNTS = Path("/proc/self/mountinfo")
-# In place of a folder: state rests in memory that isn't pinned.
-ORDINARY_MEMORY = Path("ordinary memory")
+# In place of a folder: state rests in memory that isn't pinned. No folder can have this path.
+ORDINARY_MEMORY = Path("/dev/null/ordinary memory")
 
 
 @dataclass(frozen=True, slots=True)
