@@ -375,8 +375,6 @@ def test_a_process_that_waits_in_jax_for_a_lost_peer_is_ended_late(
     board, ended = FakeBoard(), []
     processes = processes_of(board)
     monkeypatch.setattr(processes, "_end_at_once", lambda: ended.append(True))
-    # Threads of earlier tests may have left an activity.
-    monkeypatch.setattr(HERE, "doing", ("", False))
 
     def judged(seconds):
         present(processes).clock.seconds += seconds
@@ -542,7 +540,10 @@ def test_a_service_that_is_gone_is_a_lost_connection(service, monkeypatch):
                 call()
 
 
-def test_processes_on_the_service_wait_for_each_other(service):
+def test_processes_on_the_service_wait_for_each_other(service, monkeypatch):
+    # Threads that wait at once put each other's activity back; a process has one such thread.
+    monkeypatch.setattr(HERE, "doing", HERE.doing)
+
     def values(index):
         processes = processes_of(service, 3, index)
         return [processes.gather(f"step {n}", [index, n]) for n in range(40)]
