@@ -5,10 +5,9 @@ Settings that must be made before JAX starts are made at once. Public names and 
 so that commands that need no JAX don't wait for it.
 """
 
-from importlib import import_module as _import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatrain_jax._src.common import suggestions as _suggestions
+from megatrain_jax._src.common.suggestions import explain as _explain
 from megatrain_jax._src.engine.startup import allocator as _allocator
 from megatrain_jax._src.engine.startup import compilation_cache as _compilation_cache
 from megatrain_jax._src.engine.state import pool_limit as _pool_limit
@@ -72,54 +71,22 @@ __all__ = [
 ]
 
 _NAMES = {
-    "engine.options.precision": ("Precision",),
-    "engine.checkpoint.folder": ("CheckpointError",),
-    "engine.comparing": ("compare_plans",),
-    "engine.fit": (
-        "fit",
-        "train",
-    ),
-    "engine.history": ("History",),
-    "engine.load": ("load",),
-    "engine.planning": ("plan",),
-    "engine.program.trace_target": ("TraceTarget", "trace_target"),
-    "engine.report.comparison": (
-        "PlanComparison",
-        "PlanRow",
-    ),
-    "engine.report.plan": (
-        "GroupRow",
-        "Plan",
-        "TileRow",
-    ),
-    "engine.report.run_warnings": ("PlanWarning",),
-    "engine.runtime.training": ("StepMetrics",),
-    "engine.state.hardware": ("Hardware", "card", "this_machine"),
-    "engine.train.result": (
-        "DataRanOutError",
-        "FitResult",
-        "StopTraining",
-    ),
-    "engine.trainer": ("Trainer",),
+    "engine.checkpoint.folder": "CheckpointError",
+    "engine.comparing": "compare_plans",
+    "engine.fit": "fit train",
+    "engine.history": "History",
+    "engine.load": "load",
+    "engine.options.precision": "Precision",
+    "engine.planning": "plan",
+    "engine.program.trace_target": "TraceTarget trace_target",
+    "engine.report.comparison": "PlanComparison PlanRow",
+    "engine.report.plan": "GroupRow Plan TileRow",
+    "engine.report.run_warnings": "PlanWarning",
+    "engine.runtime.training": "StepMetrics",
+    "engine.state.hardware": "Hardware card this_machine",
+    "engine.train.result": "DataRanOutError FitResult StopTraining",
+    "engine.trainer": "Trainer",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 # Not in `__all__`, because `data` needs further packages.
-_SUBMODULES = ("callbacks", "data", "distributed", "losses", "models", "objectives")
-
-
-def __getattr__(name: str) -> Any:
-    """Imports a public name, or one of the modules, on first use."""
-    if name in _SUBMODULES:
-        return _import_module(f"{__name__}.{name}")
-    if name not in _MODULES:
-        hint = _suggestions.public_name_hint(name, __name__, (*_MODULES, *_SUBMODULES))
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-    value = getattr(_import_module(f"megatrain_jax._src.{_MODULES[name]}"), name)
-    value = _suggestions.hinting(value, __name__)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """The public names and modules, imported or not."""
-    return sorted({*globals(), *__all__, *_SUBMODULES})
+_MODULES = ("callbacks", "data", "distributed", "losses", "models", "objectives")
+_explain(globals(), later=_NAMES, modules=_MODULES)

@@ -31,4 +31,4 @@ __all__ = [
 ]
 
 # With it come the language models.
-_explain(globals(), later={"Samples": "megatrain_jax._src.lm.samples"})
+_explain(globals(), later={"lm.samples": "Samples"})

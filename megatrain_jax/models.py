@@ -71,29 +71,22 @@ __all__ = [
 
 # Imported on first use, because training, checkpoints and generation need many packages.
 _NAMES = {
-    "grpo.grpo_run": "train_grpo",
-    "grpo.inference_server": "InferenceServer",
-    "grpo.policy_batch": "GrpoOptions",
-    "models.causal_attention": "attention",
-    "models.config": "DecoderConfig",
-    "models.decoder": "Decoder neftune next_token_loss",
-    "models.export": "save_pretrained",
-    "models.generation.generate": "Completion Generator generate",
-    "models.generation.generation_memory": "GenerationPlan",
-    "models.harness": "lm_eval_model",
-    "models.lora": "Lora lora merge_lora without_lora",
-    "models.moe": "Experts",
-    "models.peft": "load_lora merge_adapter save_lora",
-    "models.pretrained": (
+    "lm.grpo.grpo_run": "train_grpo",
+    "lm.grpo.inference_server": "InferenceServer",
+    "lm.grpo.policy_batch": "GrpoOptions",
+    "lm.models.causal_attention": "attention",
+    "lm.models.config": "DecoderConfig",
+    "lm.models.decoder": "Decoder neftune next_token_loss",
+    "lm.models.export": "save_pretrained",
+    "lm.models.generation.generate": "Completion Generator generate",
+    "lm.models.generation.generation_memory": "GenerationPlan",
+    "lm.models.harness": "lm_eval_model",
+    "lm.models.lora": "Lora lora merge_lora without_lora",
+    "lm.models.moe": "Experts",
+    "lm.models.peft": "load_lora merge_adapter save_lora",
+    "lm.models.pretrained": (
         "Pretrained classifier conversation_scores load_pretrained resize_vocabulary reward_model"
     ),
-    "models.rotary": "Rope",
+    "lm.models.rotary": "Rope",
 }
-_explain(
-    globals(),
-    later={
-        name: f"megatrain_jax._src.lm.{module}"
-        for module, names in _NAMES.items()
-        for name in names.split()
-    },
-)
+_explain(globals(), later=_NAMES)

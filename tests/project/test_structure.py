@@ -210,24 +210,16 @@ def typed_names(file: str) -> list[tuple[str, str | None]]:
     ]
 
 
-def test_public_names_are_imported_when_they_are_asked_for_from_where_types_are():
-    typed = typed_names("__init__.py")
+@pytest.mark.parametrize("module", [megatrain_jax, models], ids=lambda module: module.__name__)
+def test_public_names_are_imported_when_they_are_asked_for_from_where_types_are(module):
+    typed = typed_names(Path(module.__file__).name)
     modules = {name for name, place in typed if place == "megatrain_jax"}
-    assert modules == {*megatrain_jax._SUBMODULES} <= set(dir(megatrain_jax))
-    typed = [(name, place) for name, place in typed if place != "megatrain_jax"]
-    known = {name: f"megatrain_jax._src.{place}" for name, place in megatrain_jax._MODULES.items()}
-    assert dict(typed) == known and set(known) == set(megatrain_jax.__all__) <= set(
-        dir(megatrain_jax)
-    )
-    assert all(getattr(megatrain_jax, name) is not None for name in known)
-
-
-def test_public_names_of_models_are_imported_when_they_are_asked_for():
-    typed = dict(typed_names("models.py"))
-    names = [(name, place) for place, names in models._NAMES.items() for name in names.split()]
-    assert typed == {name: f"megatrain_jax._src.lm.{place}" for name, place in names}
-    assert set(typed) == set(models.__all__) <= set(dir(models))
-    assert all(getattr(models, name) is not None for name in typed)
+    assert modules == {*getattr(module, "_MODULES", ())} <= set(dir(module))
+    typed = {name: place for name, place in typed if place != "megatrain_jax"}
+    places = {name: place for place, names in module._NAMES.items() for name in names.split()}
+    assert typed == {name: f"megatrain_jax._src.{place}" for name, place in places.items()}
+    assert set(typed) == set(module.__all__) <= set(dir(module))
+    assert all(getattr(module, name) is not None for name in typed)
 
 
 PLANNED = """

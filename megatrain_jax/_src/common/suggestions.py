@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -81,28 +81,38 @@ def meant_option(name: str, known: Iterable[str]) -> str | None:
     return next((ours for ours in MEANT.get(name, ()) if ours in known), None)
 
 
-def explain(space: MutableMapping[str, Any], later: Mapping[str, str] | None = None) -> None:
+def explain(
+    space: MutableMapping[str, Any],
+    later: Mapping[str, str] | None = None,
+    modules: Sequence[str] = (),
+) -> None:
     """Adds hints to a public module: to its functions, its classes and its missing names.
 
     Args:
         space: The module's variables, `globals()`, with `__all__` and `__name__`.
-        later: Names that are imported on first use, and the modules that have them.
+        later: Names that are imported on first use, by the module of `megatrain_jax._src` that has
+            them, with spaces between them.
+        modules: The package's public modules, which are imported on first use, too.
     """
-    module, known, later = space["__name__"], space["__all__"], later or {}
+    module, known = space["__name__"], space["__all__"]
+    places = {name: place for place, names in (later or {}).items() for name in names.split()}
 
     def missing(name: str) -> Any:
-        if name not in later:
-            hint = public_name_hint(name, module.rpartition(".")[2], known)
+        if name in modules:
+            return import_module(f"{module}.{name}")
+        if name not in places:
+            hint = public_name_hint(name, module.rpartition(".")[2], (*known, *modules))
             raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
-        space[name] = hinting(getattr(import_module(later[name]), name), module)
+        value = getattr(import_module(f"megatrain_jax._src.{places[name]}"), name)
+        space[name] = hinting(value, module)
         return space[name]
 
     for name in known:
-        if name not in later:
+        if name not in places:
             space[name] = hinting(space[name], module)
     space["__getattr__"] = missing
-    if later:
-        space["__dir__"] = lambda: sorted({*space, *known})
+    if places:
+        space["__dir__"] = lambda: sorted({*space, *known, *modules})
 
 
 def hinting(value: _T, module: str) -> _T:
