@@ -63,7 +63,16 @@ def seconds_per_byte(
     Results have the same kind if the same primitive makes them from operands of the same shapes and
     dtypes.
     """
-    num_bytes = _bytes_by_kind(every)
+    # The bytes of residuals by the kind of the equation that made them.
+    jaxpr = every.traced.jaxpr
+    num_bytes: Counter[Hashable] = Counter()
+    # A set, because an array may appear in the pullback several times but is saved once.
+    for v in set(jx.variables(jaxpr.outvars[every.num_outputs :])):
+        maker = _maker(jaxpr, v)
+        if maker is not None and is_kept(
+            maker.primitive, *(a.aval for a in maker.invars), **maker.params
+        ):
+            num_bytes[_kind_of(maker)] += jx.num_bytes(v.aval)
     seconds: dict[Hashable, float] = {}
     for kind in num_bytes:
         # All equations of a kind are counted together, like their bytes.
@@ -74,20 +83,6 @@ def seconds_per_byte(
     least = _COSTLY * sum(seconds.values()) / max(1, sum(num_bytes.values()))
     found = {kind: seconds[kind] / size for kind, size in num_bytes.items()}
     return {kind: (cost, cost >= least) for kind, cost in found.items()}
-
-
-def _bytes_by_kind(residuals: Residuals) -> Counter[Hashable]:
-    """The bytes of residuals by the kind of the equation that made them."""
-    jaxpr = residuals.traced.jaxpr
-    found: Counter[Hashable] = Counter()
-    # A set, because an array may appear in the pullback several times but is saved once.
-    for v in set(jx.variables(jaxpr.outvars[residuals.num_outputs :])):
-        maker = _maker(jaxpr, v)
-        if maker is not None and is_kept(
-            maker.primitive, *(a.aval for a in maker.invars), **maker.params
-        ):
-            found[_kind_of(maker)] += jx.num_bytes(v.aval)
-    return found
 
 
 def _maker(jaxpr: Any, result: Any) -> Any | None:

@@ -124,40 +124,6 @@ def add_by_expert(
 _Carry = TypeVar("_Carry")
 
 
-def mixed_in_groups(
-    expert: Expert,
-    x: Float[Array, "tokens width"],
-    shares: Float[Array, "tokens per_token"],
-    weights: Weights,
-    places: BlockAssignments,
-    num_groups: int,
-) -> Float[Array, "tokens width"]:
-    """Passes tokens through their experts, group by group, and adds the results.
-
-    Args:
-        expert: The function of one expert.
-        x: The tokens.
-        shares: Factor of each expert's result.
-        weights: The weights of all experts; the number of groups divides their number.
-        places: The places of tokens' assignments; unused blocks have an expert past the last one.
-        num_groups: Number of groups.
-    """
-    each = shares.shape[1]
-    size = jax.tree.leaves(weights)[0].shape[0] // num_groups
-    rows, rows_shares = _spread(each, x, places), _spread(1, shares.reshape(-1), places)
-    out = None
-    for start in range(0, num_groups * size, size):
-        own = jax.tree.map(
-            lambda w, start=start: jax.lax.slice_in_dim(jnp.asarray(w), start, start + size),
-            weights,
-        )
-        given = rows, rows_shares, own, places.experts - start
-        of_group: Any = _of_group(expert, num_groups, *given)
-        # Each row belongs to one group, and is zero in all remaining groups.
-        out = of_group if out is None else out + of_group
-    return _weighted(x.dtype, out, shares, places)
-
-
 # JAX's own derivatives of gathered rows would scatter.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _spread(
@@ -384,7 +350,21 @@ def mix(
     assignments = assignments.at[slots].set(jnp.arange(owner.size, dtype=jnp.int32))
     if num_groups > 1:
         places = BlockAssignments(slots, assignments, experts)
-        return mixed_in_groups(expert, x, shares, weights, places, num_groups)
+        # Group by group, and added up.
+        each = shares.shape[1]
+        size = jax.tree.leaves(weights)[0].shape[0] // num_groups
+        rows, rows_shares = _spread(each, x, places), _spread(1, shares.reshape(-1), places)
+        out = None
+        for start in range(0, num_groups * size, size):
+            own = jax.tree.map(
+                lambda w, start=start: jax.lax.slice_in_dim(jnp.asarray(w), start, start + size),
+                weights,
+            )
+            given = rows, rows_shares, own, places.experts - start
+            of_group: Any = _of_group(expert, num_groups, *given)
+            # Each row belongs to one group, and is zero in all remaining groups.
+            out = of_group if out is None else out + of_group
+        return _weighted(x.dtype, out, shares, places)
     # Blocks after the last used one hold zeros, so any expert may compute them.
     places = BlockAssignments(slots, assignments, jnp.minimum(experts, num - 1))
     return _mixed_once(expert, x, shares, weights, places)

@@ -105,13 +105,23 @@ def grpo(
         use_bias_correction_kl=use_bias_correction_kl,
         mask=mask,
     )
-    return policy_mean(
-        terms.losses,
-        loss_type=loss_type,
-        max_completion_length=max_completion_length,
-        mask=mask,
-        count=count,
+
+    checks.word("loss_type", loss_type, get_args(LossType))
+    if loss_type in ("bnpo", "dapo"):
+        return mean(terms.losses, mask, count, "logs")
+    weights = (
+        jnp.ones(terms.losses.shape)
+        if mask is None
+        else array_of("mask", mask, "real numbers", *REAL).astype(jnp.float32)
     )
+    sums = (terms.losses * weights).sum(axis=1)
+    if loss_type == "grpo":
+        sums /= jnp.maximum(weights.sum(axis=1), 1)
+    elif max_completion_length is None:
+        raise ValueError('`loss_type`="dr_grpo" needs `max_completion_length`')
+    else:
+        sums /= checks.integer("max_completion_length", max_completion_length)
+    return mean(sums, None, count, "logs")
 
 
 def policy_tokens(
@@ -160,33 +170,6 @@ def policy_tokens(
             divergences = jnp.exp(gap) - gap - 1
         values += beta * divergences
     return PolicyTokens(values, divergences, clipped)
-
-
-def policy_mean(
-    values: Float[Array, "rows tokens"],
-    *,
-    loss_type: LossType,
-    max_completion_length: int | None,
-    mask: Shaped[ArrayLike, "rows tokens"] | None,
-    count: Shaped[ArrayLike, ""] | None,
-) -> Float[Array, ""]:
-    """The mean of tokens' losses; see `grpo` for arguments and errors."""
-    checks.word("loss_type", loss_type, get_args(LossType))
-    if loss_type in ("bnpo", "dapo"):
-        return mean(values, mask, count, "logs")
-    weights = (
-        jnp.ones(values.shape)
-        if mask is None
-        else array_of("mask", mask, "real numbers", *REAL).astype(jnp.float32)
-    )
-    sums = (values * weights).sum(axis=1)
-    if loss_type == "grpo":
-        sums /= jnp.maximum(weights.sum(axis=1), 1)
-    elif max_completion_length is None:
-        raise ValueError('`loss_type`="dr_grpo" needs `max_completion_length`')
-    else:
-        sums /= checks.integer("max_completion_length", max_completion_length)
-    return mean(sums, None, count, "logs")
 
 
 def group_advantages(

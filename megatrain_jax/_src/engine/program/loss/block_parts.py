@@ -209,7 +209,12 @@ def in_groups(
     parameters = _candidates(leaves)
     while parameters:
         divided = _divided(leaves, parameters, wanted)
-        together = _read_together(divided, program_of(divided))
+        # The parameters with several leaves that one equation reads.
+        together: set[int] = set()
+        for stage in program_of(divided).stages:
+            for _, read in reads_of(stage)[1]:
+                counts = Counter(divided[stage.leaves[at]].parameter for at in read)
+                together.update(p for p, count in counts.items() if count > 1)
         if together.isdisjoint(parameters):
             return divided
         parameters -= together
@@ -262,13 +267,3 @@ def _divided(leaves: Sequence[Leaf], parameters: set[int], wanted: int) -> tuple
         ranges = (Range(start, start + size) for start in range(0, num, size))
         found += [dataclasses.replace(leaf, index=(part,), shape=shape) for part in ranges]
     return tuple(found)
-
-
-def _read_together(leaves: Sequence[Leaf], program: Program) -> set[int]:
-    """The parameters with several leaves that one equation reads."""
-    found: set[int] = set()
-    for stage in program.stages:
-        for _, read in reads_of(stage)[1]:
-            counts = Counter(leaves[stage.leaves[at]].parameter for at in read)
-            found.update(p for p, count in counts.items() if count > 1)
-    return found
