@@ -421,13 +421,11 @@ def test_what_is_written_is_read_again(
     ]
     for _ in range(2):
         data = [x[::-1].copy() for x in data]
-        jobs = [
-            job for r, x in zip(ranges, data, strict=True) for job in drives.write(r, lambda x=x: x)
-        ]
+        jobs = drives.write((r, lambda x=x: x) for r, x in zip(ranges, data, strict=True))
         assert [job.result() for job in jobs] == [None] * len(jobs)
         for where, expected in zip(ranges, data, strict=True):
             found = np.empty_like(expected)
-            for job in drives.read(where, found):
+            for job in drives.read([(where, found)]):
                 job.result()
             np.testing.assert_array_equal(found, expected)
             start, stop = sorted(rng.randrange(where.num_bytes + 1) for _ in range(2))
@@ -617,7 +615,8 @@ def test_each_way_of_a_drive_and_both_together_have_their_rates(
         reading[0] = True
         return [SimpleNamespace(result=lambda: ended(0.5))]
 
-    def write(self: Drives, where: drive.Range, data: Any) -> list[Any]:
+    def write(self: Drives, rows: Any) -> list[Any]:
+        ((where, _),) = rows
         seconds = 10.0 if where not in written else 0.75 if reading[0] else 1.0
         written.add(where)
         return [SimpleNamespace(result=lambda: ended(seconds))]

@@ -20,7 +20,7 @@ import functools
 import threading
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -317,13 +317,9 @@ class Disk:
                     break
                 order.popleft()
                 arrays = free.pop()
-                jobs = [
-                    job
-                    for row, array in zip(place.ranges, arrays, strict=True)
-                    for n, shard in shards_here(array, self._num_shards).items()
-                    for job in self._drives.read(row[n], _memory(shard))
-                ]
-                read = _Read(key=key, version=version, arrays=arrays, end=_joined(jobs))
+                rows = ((x, _memory(shard)) for x, shard in self._shards(place.ranges, arrays))
+                end = _joined(self._drives.read(rows))
+                read = _Read(key=key, version=version, arrays=arrays, end=end)
                 self._ahead[number].append(read)
             self._changed.notify_all()
 
@@ -333,14 +329,16 @@ class Disk:
             self._advance(self.classes[key])
 
     def _write(self, ranges: Sequence[Mapping[int, Range]], arrays: Sequence[jax.Array]) -> Future:
-        return _joined(
-            [
-                job
-                for row, array in zip(ranges, arrays, strict=True)
-                for n, shard in shards_here(array, self._num_shards).items()
-                for job in self._drives.write(row[n], functools.partial(_memory, shard))
-            ]
-        )
+        rows = self._shards(ranges, arrays)
+        return _joined(self._drives.write((x, functools.partial(_memory, y)) for x, y in rows))
+
+    def _shards(
+        self, ranges: Sequence[Mapping[int, Range]], arrays: Sequence[jax.Array]
+    ) -> Iterator[tuple[Range, jax.Array]]:
+        """The ranges of some arrays' shards here, each with its shard."""
+        for row, array in zip(ranges, arrays, strict=True):
+            for number, shard in shards_here(array, self._num_shards).items():
+                yield row[number], shard
 
 
 def _elements(where: Range, aval: jax.ShapeDtypeStruct) -> range:

@@ -19,12 +19,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -44,6 +45,8 @@ _MEASURED_BYTES, _MEASURED_SECONDS = 2**29, 1.0
 _MOUNTS = Path("/proc/self/mountinfo")
 # In place of a folder: state rests in memory that isn't pinned. No folder can have this path.
 ORDINARY_MEMORY = Path("/dev/null/ordinary memory")
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class Storage:
 
     def __init__(self, num_files: int, num_threads: int):
         """Starts without ranges; `num_threads` threads write, and as many read."""
-        self._lengths = [0] * num_files
+        self._lengths, self._num_threads = [0] * num_files, num_threads
         self._readers, self._writers = (
             ThreadPoolExecutor(num_threads, thread_name_prefix=f"disk {name}")
             for name in ("reads", "writes")
@@ -87,9 +90,9 @@ class Storage:
 
     def place(self, num_bytes: int) -> Range:
         """A new range."""
-        pieces = []
-        for start in range(0, num_bytes, _PIECE_BYTES):
-            size = min(_PIECE_BYTES, num_bytes - start)
+        pieces, most = [], self._piece_bytes(num_bytes)
+        for start in range(0, num_bytes, most):
+            size = min(most, num_bytes - start)
             file = self._lengths.index(min(self._lengths))
             pieces.append(_Piece(start, size, file, self._lengths[file]))
             self._lengths[file] += _padded(size)
@@ -103,26 +106,45 @@ class Storage:
         """
         raise NotImplementedError
 
-    def write(self, where: Range, data: Callable[[], np.ndarray]) -> list[Future]:
-        """Starts to write a range.
+    def write(self, rows: Iterable[tuple[Range, Callable[[], np.ndarray]]]) -> list[Future]:
+        """Starts to write ranges.
 
         Args:
-            where: The range.
-            data: Returns its bytes, which must not change until all is written; called by threads.
+            rows: The ranges, each with a function that returns its bytes, which must not change
+                until all is written; threads call it.
         """
-        numbers = range(len(where.pieces))
-        return [self._writers.submit(self._write, where, number, data) for number in numbers]
+        return self._started(self._writers, self._write, rows)
 
-    def read(self, where: Range, out: np.ndarray) -> list[Future]:
-        """Starts to read a completely written range into an array of its bytes."""
-        numbers = range(len(where.pieces))
-        return [self._readers.submit(self._read, where, number, out) for number in numbers]
+    def read(self, rows: Iterable[tuple[Range, np.ndarray]]) -> list[Future]:
+        """Starts to read completely written ranges, each into an array of its bytes."""
+        return self._started(self._readers, self._read, rows)
+
+    def _started(
+        self,
+        threads: ThreadPoolExecutor,
+        move: Callable[[Range, int, Any], None],
+        rows: Iterable[tuple[Range, Any]],
+    ) -> list[Future]:
+        pieces = [(where, n, data) for where, data in rows for n in range(len(where.pieces))]
+
+        def run(share: Sequence[tuple[Range, int, Any]]) -> None:
+            for piece in share:
+                move(*piece)
+
+        return [threads.submit(run, share) for share in self._shares(pieces)]
+
+    def _shares(self, pieces: Sequence[_T]) -> Iterable[Sequence[_T]]:
+        """Pieces in the order in which threads take them, as each of them takes some."""
+        return ([piece] for piece in pieces)
 
     def read_part(self, where: Range, start: int, stop: int) -> np.ndarray:
         """Reads some bytes of a range now, by whole pieces, because of their checksums."""
         found = np.empty(stop - start, np.uint8)
-        numbers = range(start // _PIECE_BYTES, -(-stop // _PIECE_BYTES))
-        jobs = [self._readers.submit(self._read, where, n, found, start) for n in numbers]
+        jobs = [
+            self._readers.submit(self._read, where, number, found, start)
+            for number, piece in enumerate(where.pieces)
+            if piece.start < stop and start < piece.start + piece.num_bytes
+        ]
         for job in jobs:
             job.result()
         return found
@@ -132,6 +154,10 @@ class Storage:
         for threads in (self._readers, self._writers):
             threads.shutdown(cancel_futures=True)
         self._free()
+
+    def _piece_bytes(self, num_bytes: int) -> int:
+        """Bytes of each piece but the last of a range of so many."""
+        return _PIECE_BYTES
 
     def _free(self) -> None:
         raise NotImplementedError
@@ -231,6 +257,15 @@ class OrdinaryMemory(Storage):
 
     def _free(self) -> None:
         self._memory = np.empty(0, np.uint8)
+
+    # What all threads do in Python, one does at a time, and the driver waits: so they do little.
+
+    def _piece_bytes(self, num_bytes: int) -> int:
+        return max(_PIECE_BYTES, _padded(-(-num_bytes // self._num_threads)))
+
+    def _shares(self, pieces: Sequence[_T]) -> Iterable[Sequence[_T]]:
+        shares = (pieces[number :: self._num_threads] for number in range(self._num_threads))
+        return filter(len, shares)
 
     def _of(self, piece: _Piece) -> np.ndarray:
         return self._memory[piece.offset : piece.offset + piece.num_bytes]
@@ -365,7 +400,7 @@ def measured_rates(folders: Sequence[Path]) -> tuple[float, float, float]:
         into = data.copy()  # its pages exist before it is timed
 
         def write(where: Range) -> Sequence[Future]:
-            return drives.write(where, lambda: data)
+            return drives.write([(where, lambda: data)])
 
         def rate(*transfers: Callable[[], Sequence[Future]]) -> float:
             start, moved, seconds = time.perf_counter(), 0, 0.0
@@ -379,7 +414,7 @@ def measured_rates(folders: Sequence[Path]) -> tuple[float, float, float]:
         for where in first, second:  # the first write of new space may be slower than later ones
             for future in write(where):
                 future.result()
-        ways = partial(drives.read, first, into), partial(write, second)
+        ways = partial(drives.read, [(first, into)]), partial(write, second)
         return rate(ways[0]), rate(ways[1]), rate(*ways)
     finally:
         drives.close()
