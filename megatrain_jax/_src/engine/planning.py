@@ -1,5 +1,6 @@
 """`plan`: the memory and time that a run will need, from shapes alone."""
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.common.remembering import IdentityKey, gc_paused, remembered, remembering
+from megatrain_jax._src.common.repeated_model import RepeatedModel
 from megatrain_jax._src.engine.adapt.adapters import adapt, needs_batch
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.options.batch_checks import check_batch, num_rows
@@ -38,6 +40,7 @@ from megatrain_jax._src.engine.spec.host import fit_to_host, process_base_bytes
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.engine.spec.measured import by_measured_times
 from megatrain_jax._src.engine.spec.microbatches import fit_with_microbatches
+from megatrain_jax._src.engine.spec.repeated_cut import NotAlikeError
 from megatrain_jax._src.engine.spec.rescheduled import run_with_all_waves
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.state_choice import choose_state, copied
@@ -179,6 +182,9 @@ def plan(
         return _measured(model, loss_fn, optimizer, sample_batch, run)
 
     def fitted(run: Options) -> RunSpec:
+        if isinstance(model, RepeatedModel):
+            with contextlib.suppress(NotAlikeError):
+                return _fitted(model.few, loss_fn, optimizer, sample_batch, run, model)
         return _fitted(model, loss_fn, optimizer, sample_batch, run)
 
     machine, target = run.machine, {}
@@ -216,6 +222,7 @@ def _fitted(
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
     run: Options,
+    repeated: RepeatedModel | None = None,
 ) -> RunSpec:
     """The run, fitted to its machine by estimates."""
     if (copies := _copies(run)) > 1:
@@ -245,7 +252,7 @@ def _fitted(
     return fit_with_microbatches(
         run,
         lambda run: replace(
-            make_run_spec(adapted, loss_fn, optimizer, sample_batch, run), base_bytes=base
+            make_run_spec(adapted, loss_fn, optimizer, sample_batch, run, repeated), base_bytes=base
         ),
         lambda spec: fit_to_machine(
             spec, tiles, usable, lambda fitted: fit_to_host(fitted, *spread)

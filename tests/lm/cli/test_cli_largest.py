@@ -13,7 +13,9 @@ from megatrain_jax import models
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.spec.host import COMMUNICATION_BYTES
+from megatrain_jax._src.lm.cli import planner
 from megatrain_jax._src.lm.cli.catalogue import KnownModel, known_models
+from megatrain_jax._src.lm.cli.few_layers import repeated_layers, with_few_layers
 from megatrain_jax._src.lm.cli.largest import (
     confirmed,
     fits,
@@ -21,7 +23,6 @@ from megatrain_jax._src.lm.cli.largest import (
     largest_size,
     least_host_bytes,
     round_number,
-    with_few_layers,
 )
 from megatrain_jax._src.lm.cli.main import main
 from megatrain_jax._src.lm.cli.plan_settings import PlanSettings
@@ -89,6 +90,46 @@ def test_few_layers_stand_for_all_kinds_of_layers():
     assert with_few_layers(config_of("Qwen3.5-27B")).num_layers == 7
 
 
+def test_repeated_layers_are_those_of_the_whole_model():
+    found = {name: repeated_layers(config_of(name)) for name in known_models()}
+    for name, few in found.items():
+        if few is not None:
+            config, stop = config_of(name), few.first + few.period
+            order = [*range(stop), *[*range(few.first, stop)] * few.times]
+            order += range(stop, few.config.num_layers)
+            unrotated = [i for i, layer in enumerate(order) if layer in few.config.unrotated]
+            assert len(order) == config.num_layers and tuple(unrotated) == config.unrotated
+            windows = tuple(few.config.windows[layer] for layer in order if few.config.windows)
+            assert windows == config.windows
+            # The next ones show that they can be repeated, and a last one ends the model.
+            assert few.first >= few.period and few.config.num_layers > stop + few.period
+    lengths = {name: few and few.config.num_layers for name, few in found.items()}
+    assert lengths["Qwen3-8B"] == 4 and lengths["Gemma-3-1B"] == 20
+    assert lengths["Qwen3-30B-A3B"] is lengths["Qwen3.5-27B"] is None
+
+
+@pytest.mark.exhaustive  # plans of whole models take seconds
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Qwen3-0.6B", {"gpus": 8, "hosts": 2}),
+        ("Gemma-3-270M", {"lora_rank": 16}),
+        ("Qwen3-4B", {"gpu": "RTX 4090", "host": "48GiB", "disk": "7GB/s"}),
+        ("Qwen2.5-0.5B", {"optimizer": "muon", "precision": "compact"}),
+        ("Llama-3.2-1B", {"microbatches": 8, "clip": None}),
+        *((name, {}) for name in ("OLMo-2-1B", "Phi-2", "Falcon3-1B", "Granite-3.1-2B")),
+        *((name, {}) for name in ("SmolLM3-3B", "Gemma-2-2B", "GLM-4-9B-0414", "Phi-3-mini")),
+    ],
+)
+def test_plans_by_few_layers_equal_those_of_all(name, changes, monkeypatch):
+    settings = PlanSettings(**{"gpu": "H100", "length": 2048, **changes})
+    plans = []
+    for found in (repeated_layers, lambda config: None):
+        monkeypatch.setattr(planner, "repeated_layers", found)
+        plans.append(Planner(settings).plan(config_of(name), 16, 2048))
+    assert plans[0] == plans[1]
+
+
 def variants(folder):
     """Models whose sizes bound a step in different ways."""
     wide = {"num_hidden_layers": 6, "vocab_size": 32768, "tie_word_embeddings": True}
@@ -97,6 +138,14 @@ def variants(folder):
     for name, change in changes.items():
         (folder / f"{name}.json").write_text(json.dumps(TINY | change))
     return {name: config_of(str(folder / f"{name}.json")) for name in changes}
+
+
+def test_patterns_that_tell_layers_apart_are_planned_with_all_of_them(tmp_path):
+    settings = PlanSettings(gpu="H100", length=512, trainable=["layers/5/"])
+    plan = Planner(settings).plan(variants(tmp_path)["wide"], 1, 512)
+    (trained,) = (row for row in plan.groups if "frozen" not in row.name and row.num_parameters)
+    assert trained.name == "layers.5" and trained.count == 1
+    assert trained.num_parameters == plan.num_parameters - plan.num_frozen
 
 
 class Formula:

@@ -9,6 +9,7 @@ import jax
 import optax
 
 from megatrain_jax._src.common.remembering import IdentityKey, remembered
+from megatrain_jax._src.common.repeated_model import RepeatedModel
 from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
 from megatrain_jax._src.engine.options.batch_checks import naming_first_batch
 from megatrain_jax._src.engine.options.options import Options
@@ -26,6 +27,7 @@ from megatrain_jax._src.engine.spec.bound_step import bind_step
 from megatrain_jax._src.engine.spec.codecs import check_paths, master_codecs, state_codecs
 from megatrain_jax._src.engine.spec.cut_run import Cut, cut_run
 from megatrain_jax._src.engine.spec.indivisible_arrays import indivisible_arrays
+from megatrain_jax._src.engine.spec.repeated_cut import repeated_cut
 from megatrain_jax._src.engine.spec.run_spec import RunSpec, batch_key, trace_microbatch
 from megatrain_jax._src.engine.state.layout import GroupLayout, layout_group
 
@@ -40,6 +42,7 @@ def make_run_spec(
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
     options: Options,
+    repeated: RepeatedModel | None = None,
 ) -> RunSpec:
     """Cuts model and optimizer and lays everything out, on shapes alone.
 
@@ -51,7 +54,8 @@ def make_run_spec(
         ValueError: If model, loss, optimizer, batch and options don't fit together.
         BudgetError: If the device budget is too small, however blocks are cut.
     """
-    found = _first_of((adapted, loss_fn, optimizer, sample_batch, options), BLOCK_SPLITS)
+    arguments = adapted, loss_fn, optimizer, sample_batch, options, repeated
+    found = _first_of(arguments, BLOCK_SPLITS)
     assert found is not None, "blocks can always stay whole"
     return found
 
@@ -85,6 +89,7 @@ def _make(
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
     options: Options,
+    repeated: RepeatedModel | None,
     way: BlockSplit,
 ) -> RunSpec:
     """The run with blocks cut in one way; see `make_run_spec`."""
@@ -120,6 +125,8 @@ def _make(
         return cut_run(adapted, traced, optimizer, options, num_parts, num_groups)
 
     cut = remembered("cut", key, anew, _MOST_CUTS)
+    if repeated is not None:
+        cut = repeated_cut(cut, repeated)
     layouts = _layouts(cut, options)
     if not ends_blocks_of_codes(cut, layouts):
         raise ExpertsIndivisibleError

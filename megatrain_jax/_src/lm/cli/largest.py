@@ -10,19 +10,16 @@ import functools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatrain_jax import Plan
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.lm.cli.catalogue import known_models
+from megatrain_jax._src.lm.cli.few_layers import UNKNOWN_LAYERS, with_few_layers
 from megatrain_jax._src.lm.cli.plan_settings import rows_of
 from megatrain_jax._src.lm.cli.planner import Planner, config_of
 from megatrain_jax.models import DecoderConfig
 
-# A first layer, a last one, and two between them, because these are scheduled differently.
-_LAYERS = 4
-# For families with kinds of layers that `DecoderConfig` doesn't list: more than their period.
-_UNKNOWN_LAYERS = 7
 # The first guess of a search: a token takes about this number of bytes for each dimension of its
 # queries. With small tiles, only the inputs and outputs of attention are whole.
 _BYTES = 36
@@ -170,10 +167,10 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
     so all smaller models are tried until one fits.
     """
 
-    def of_few_layers(name: str, least: int = _LAYERS) -> Plan:
-        return planner.plan(with_few_layers(config_of(name), least), rows, 128, least=True)
+    def of_few_layers(name: str, *least: int) -> Plan:
+        return planner.plan(with_few_layers(config_of(name), *least), rows, 128, least=True)
 
-    small = of_few_layers("Llama-3.2-1B", _UNKNOWN_LAYERS)
+    small = of_few_layers("Llama-3.2-1B", UNKNOWN_LAYERS)
     filling = _most_state_bytes(small) * small.num_parameters / small.host_bytes
     by_size = {known.num_parameters: name for name, known in known_models().items()}
     sizes = sorted(size for size in by_size if size <= _SLACK * filling)
@@ -227,31 +224,6 @@ def _bytes_of_further_layers(few: Plan, config: DecoderConfig) -> float:
     number = with_few_layers(config).num_layers
     each = sum(row.count * row.host_bytes for row in layers) / number
     return (config.num_layers - number) * each
-
-
-def with_few_layers(config: DecoderConfig, least: int = _LAYERS) -> DecoderConfig:
-    """The configuration with only its first layers: `least`, or more to have each kind of layer."""
-    experts = config.experts
-    sparse = () if experts is None else experts.layers
-
-    def kind(layer: int) -> tuple[object, ...]:
-        window = config.windows[layer] if config.windows else None
-        return window, layer in sparse, layer in config.unrotated
-
-    kinds = [kind(layer) for layer in range(config.num_layers)]
-    if config.options is not None:
-        least = _UNKNOWN_LAYERS
-    num = min(config.num_layers, max(least, 1 + max(kinds.index(one) for one in set(kinds))))
-    if experts is not None:
-        kept = tuple(layer for layer in sparse if layer < num)
-        experts = replace(experts, layers=kept) if kept else None
-    return replace(
-        config,
-        num_layers=num,
-        windows=config.windows[:num],
-        unrotated=tuple(layer for layer in config.unrotated if layer < num),
-        experts=experts,
-    )
 
 
 def round_number(place: int) -> int:

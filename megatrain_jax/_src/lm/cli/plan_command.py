@@ -17,7 +17,8 @@ from megatrain_jax._src.common.remembering import gc_paused, remembering
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.lm.cli.catalogue import known_models
 from megatrain_jax._src.lm.cli.errors import as_command_errors, option, with_cli_options
-from megatrain_jax._src.lm.cli.largest import fits, largest_size, least_host_bytes, with_few_layers
+from megatrain_jax._src.lm.cli.few_layers import with_few_layers
+from megatrain_jax._src.lm.cli.largest import fits, largest_size, least_host_bytes
 from megatrain_jax._src.lm.cli.plan_settings import PlanSettings
 from megatrain_jax._src.lm.cli.planner import Planner, config_of
 from megatrain_jax.models import DecoderConfig

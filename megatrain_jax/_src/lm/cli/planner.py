@@ -1,6 +1,7 @@
 """Plans decoders with the settings of the command line."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,9 +14,11 @@ from megatrain_jax import models
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.common.remembering import IdentityKey, remembered
+from megatrain_jax._src.common.repeated_model import RepeatedModel
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.lm.cli import model_and_batch
 from megatrain_jax._src.lm.cli.catalogue import config_values
+from megatrain_jax._src.lm.cli.few_layers import repeated_layers
 from megatrain_jax._src.lm.cli.plan_settings import PlanSettings
 from megatrain_jax._src.lm.cli.recipe import optimizer_of, precision_of
 
@@ -94,11 +97,23 @@ class Planner:
         trainable = tuple(given) if isinstance(given, list) else given  # hashable
 
         def make() -> tuple[Any, Sequence[str] | str | None]:
-            build = partial(_build, config)
-            if lora["rank"] is None:
-                return build, trainable
-            adapted, _, trained = model_and_batch.with_adapters(build, trainable, lora)
-            return adapted, trained
+            model, trained = partial(_build, config), trainable
+            if lora["rank"] is not None:
+                model, _, trained = model_and_batch.with_adapters(model, trainable, lora)
+            # Patterns may tell layers apart.
+            patterns = trainable, lora.get("targets"), lora.get("modules_to_save")
+            are_alike = trainable is None and not re.search(r"\d", repr(patterns))
+            if are_alike and (few := repeated_layers(config)):
+                small, trained = self._model(few.config)
+                model = RepeatedModel(
+                    few=small,
+                    whole=model,
+                    container=("layers",),
+                    first=few.first,
+                    period=few.period,
+                    times=few.times,
+                )
+            return model, trained
 
         return remembered("build", lambda: (config, repr(lora), trainable), make)
 
