@@ -376,6 +376,7 @@ def test_few_plans_tell_the_largest_known_model(monkeypatch):
                 return SimpleNamespace(
                     groups=[SimpleNamespace(name="layers.0", num_parameters=2, host_bytes=8)],
                     num_parameters=size,
+                    hardware=SimpleNamespace(usable_bytes=host / 100),
                     host_bytes=4 * size,
                     host_process_limit=host,
                     host_fixed_bytes=0,
@@ -391,7 +392,11 @@ def test_few_plans_tell_the_largest_known_model(monkeypatch):
         assert (found and found.model) == (expected and known[expected])
         between = sum(expected <= n < largest_held for n in known) if expected else len(known)
         assert len(planned) == len(set(planned)) <= 10 + between
-        assert all(4 * size <= host for size in planned), "its state alone fills the host"
+        for size in planned:
+            config = config_of(known[size])
+            layer = (size - 2 * config.vocab_size * config.hidden_size) / config.num_layers
+            # Beside the state, the host has old versions of layers that are being updated.
+            assert 4 * (size + 2 * layer) <= 1.02 * host, "a plan that can't fit"
 
 
 @pytest.mark.exhaustive

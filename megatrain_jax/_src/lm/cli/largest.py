@@ -6,6 +6,7 @@ fraction of device memory that each size needs. The plan of the whole model then
 result, or the search continues downwards.
 """
 
+import contextlib
 import functools
 import math
 from bisect import bisect_right
@@ -32,6 +33,8 @@ _STRIDE = 0.25
 _NEARLY_FULL = 0.7
 # Host bytes per parameter of two models may differ by this factor.
 _SLACK = 1.02
+# Layers whose old arrays are in the host while new ones arrive from the device.
+_IN_FLIGHT = 3
 # Later layers may be this factor smaller than the first ones.
 _UNEQUAL = 1.25
 # Contexts are multiples of this.
@@ -78,14 +81,14 @@ def largest_size(
         what: "batch", with rows of the settings' length; "context", with the fewest rows; or
             "model", with the fewest rows of the settings' length.
         name: Name of the model, for a batch or context.
-        config: Sizes of that model.
+        config: Sizes of that model; None for none.
 
     Returns:
         The size; None if nothing fits.
     """
     rows, length = planner.settings.least_rows, planner.settings.length
     if what == "model":
-        found = _largest_model(planner, rows, length)
+        found = _largest_model(planner, config, rows, length)
         return found and Size(what=what, model=found[0], rows=rows, length=length, plan=found[1])
     assert name is not None and config is not None
     filled = _part_of_host(planner, config)
@@ -159,21 +162,41 @@ def _most_state_bytes(plan: Plan) -> float:
     return (plan.host_process_limit or math.inf) - (plan.host_fixed_bytes or 0)
 
 
-def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan] | None:
+def _largest_model(
+    planner: Planner, planned_before: DecoderConfig | None, rows: int, length: int
+) -> tuple[str, Plan] | None:
     """The largest known model that fits, with its plan.
 
     The search starts with the largest model whose state alone fits the host. Larger models take
     more of the host, so few plans find the limit. Device memory depends on a model's widest layer,
     so all smaller models are tried until one fits.
+
+    Args:
+        planner: The planner.
+        planned_before: Sizes of a model whose few layers are planned already; None for none.
+        rows: Rows of a batch.
+        length: Tokens of a row.
     """
 
     def of_few_layers(name: str, *least: int) -> Plan:
         return planner.plan(with_few_layers(config_of(name), *least), rows, 128, least=True)
 
-    small = of_few_layers("Llama-3.2-1B", UNKNOWN_LAYERS)
-    filling = _most_state_bytes(small) * small.num_parameters / small.host_bytes
+    settings = planner.settings
+    trains_all = settings.trainable is None and settings.lora_rank is None
+    small = None
+    # If all parameters are trained, they take as many bytes in one model as in another.
+    if planned_before is not None and trains_all:
+        with contextlib.suppress(ValueError):  # an error of this model alone
+            small = planner.smallest(with_few_layers(planned_before))
+    small = small or of_few_layers("Llama-3.2-1B", UNKNOWN_LAYERS)
+    each = small.host_bytes / small.num_parameters
+    filling = _most_state_bytes(small) / each
     by_size = {known.num_parameters: name for name, known in known_models().items()}
     sizes = sorted(size for size in by_size if size <= _SLACK * filling)
+    if trains_all and settings.disk is None and small.hardware is not None:
+        room = settings.num_gpus * small.hardware.usable_bytes / each
+        moving = {size: _least_moving(config_of(by_size[size]), size, room) for size in sizes}
+        sizes = [size for size in sizes if size + moving[size] <= _SLACK * filling]
 
     @functools.cache
     def planned(size: int) -> Plan:
@@ -194,6 +217,19 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
     smaller = (size for size in reversed(sizes[: place + 1]) if fits(planned(size)))
     size = next(smaller, None)
     return None if size is None else (by_size[size], planned(size))
+
+
+def _least_moving(config: DecoderConfig, num_parameters: int, room: float) -> float:
+    """The fewest parameters of which the host has two versions at a time while they are updated.
+
+    Args:
+        config: Sizes of a model that is trained whole.
+        num_parameters: Its parameters.
+        room: Parameters with state for which the devices have memory.
+    """
+    of_ends = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
+    layer = max(1.0, (num_parameters - of_ends) / config.num_layers)
+    return max(0.0, min(_IN_FLIGHT, config.num_layers - room / layer)) * layer / _UNEQUAL
 
 
 def _least_state_bytes(few: Plan, num_parameters: int) -> float:
