@@ -1,5 +1,6 @@
 """The command `megatrain-jax plan`: known models, plans, advice and mistakes."""
 
+import gc
 import inspect
 import json
 import math
@@ -21,6 +22,7 @@ from megatrain_jax import models
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.state.pool import usable_bytes
+from megatrain_jax._src.lm.cli import main as cli_main
 from megatrain_jax._src.lm.cli import planner
 from megatrain_jax._src.lm.cli.catalogue import config_values, known_model, known_models
 from megatrain_jax._src.lm.cli.errors import with_cli_options
@@ -40,6 +42,17 @@ def count(config: dict[str, Any]) -> int:
     sizes = models.DecoderConfig.from_hf(config)
     model = nnx.eval_shape(lambda: models.Decoder(sizes, rngs=nnx.Rngs(0)))
     return sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def test_only_a_process_that_ends_with_its_plan_leaves_its_garbage(monkeypatch):
+    monkeypatch.setattr(cli_main, "_run", lambda name, arguments: 0)
+    before = gc.get_freeze_count()
+    assert main(["plan"]) == 0 and gc.get_freeze_count() == before
+    monkeypatch.setattr(sys, "argv", ["megatrain-jax", "plan"])
+    try:
+        assert main() == 0 and gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
 
 
 _SIZES = (

@@ -193,8 +193,9 @@ def _largest_model(
     filling = _most_state_bytes(small) / each
     by_size = {known.num_parameters: name for name, known in known_models().items()}
     sizes = sorted(size for size in by_size if size <= _SLACK * filling)
-    if trains_all and settings.disk is None and small.hardware is not None:
-        room = settings.num_gpus * small.hardware.usable_bytes / each
+    usable = small.hardware and small.hardware.usable_bytes
+    if trains_all and settings.disk is None and settings.hosts == 1 and usable:
+        room = settings.gpus * usable / each
         moving = {size: _least_moving(config_of(by_size[size]), size, room) for size in sizes}
         sizes = [size for size in sizes if size + moving[size] <= _SLACK * filling]
 

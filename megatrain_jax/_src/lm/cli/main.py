@@ -1,6 +1,7 @@
 """The entry point `megatrain-jax`: a command's name, then its options."""
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -63,7 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _told(f"megatrain-jax: error: unknown command {name!r}; commands are {known}")
     try:
         with _short_warnings():
-            return _run(name, arguments)
+            status = _run(name, arguments)
+        if argv is None and name == "plan":
+            # The process ends here, and would first look for garbage among all traces.
+            gc.freeze()
+        return status
     except errors.CommandError as error:
         return _told(f"megatrain-jax {name}: error: {error}")
     except (FloatingPointError, MemoryError) as error:
