@@ -36,23 +36,34 @@ class FlatValue:
 
 
 class Equation(NamedTuple):
-    """An equation on values and literals, with the fields of JAX's equations."""
+    """An equation on values and literals, with the fields of JAX's equations, and one more.
+
+    Attributes:
+        operands: The values that it reads, once each.
+    """
 
     primitive: Any
     params: dict[str, Any]
     invars: Sequence[Any]
     outvars: Sequence[FlatValue]
-    effects: Any = frozenset()
+    effects: Any
+    operands: Sequence[Any]
 
     @property
     def name(self) -> str:
         """The name of its primitive."""
         return self.primitive.name
 
-    @property
-    def operands(self) -> list[Any]:
-        """The values that it reads, once each."""
-        return list(dict.fromkeys(jx.variables(self.invars)))
+
+def _equation(
+    primitive: Any,
+    params: dict[str, Any],
+    invars: Sequence[Any],
+    outvars: Sequence[FlatValue],
+    effects: Any = frozenset(),
+) -> Equation:
+    operands = list(dict.fromkeys(jx.variables(invars)))
+    return Equation(primitive, params, invars, outvars, effects, operands)
 
 
 class FlatEquations:
@@ -79,7 +90,7 @@ class FlatEquations:
         for i, dtype in enumerate(stored):
             if dtype is not None:
                 self.invars[i] = FlatValue(values[i].aval.update(dtype=dtype))
-                self.eqns.append(Equation(_CAST, {}, [self.invars[i]], [values[i]]))
+                self.eqns.append(_equation(_CAST, {}, [self.invars[i]], [values[i]]))
         self.outvars = self._run(jaxpr, values)
         needed, kept = set(jx.variables(self.outvars)), []
         for eqn in reversed(self.eqns):
@@ -149,7 +160,7 @@ class FlatEquations:
         effects: Any = frozenset(),
     ) -> list[FlatValue]:
         found = [FlatValue(aval) for aval in made]
-        self.eqns.append(Equation(primitive, params, invars, found, effects))
+        self.eqns.append(_equation(primitive, params, invars, found, effects))
         return found
 
 

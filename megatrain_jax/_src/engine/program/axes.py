@@ -345,6 +345,15 @@ class Axes:
         groups = () if rule is None else rule(eqn)
         self._found = {place: group for group in groups for place in group[0]}
 
+    @functools.cached_property
+    def _divisible(self) -> dict[tuple[int, int], AxisGroup]:
+        """The groups without random keys, which stay whole."""
+        return {
+            place: group
+            for place, group in self._found.items()
+            if not any(_is_key(self._eqn, position) for position, _ in group[0])
+        }
+
     def together(self, at: int, axis: int) -> AxisGroup | None:
         """The group of an axis: the axes that are divided with it, and how parts form the result.
 
@@ -370,8 +379,7 @@ class Axes:
         """
         if self._eqn.primitive.name == "reshape":
             return _reshaped(self._eqn, at, label, num_tiles)
-        group = self.together(at, label.axis)
-        if group is None or any(_is_key(self._eqn, position) for position, _ in group[0]):
+        if (group := self._divisible.get((at, label.axis))) is None:
             return None
         places, kind = group
         labels: list[Label | None] = [None] * (self._count + len(self._eqn.outvars))

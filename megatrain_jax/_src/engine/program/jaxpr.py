@@ -7,6 +7,7 @@ While tracing, errors are short: JAX would spend long on messages that nobody re
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import threading
@@ -65,6 +66,7 @@ class _ShortErrors:
 
 
 _SHORT_ERRORS = _ShortErrors()
+_JAXPRS = (jex.Jaxpr, jex.ClosedJaxpr)
 
 
 @contextmanager
@@ -193,10 +195,12 @@ def num_elements(aval: Any) -> int:
 def num_bytes(aval: Any) -> int:
     """Bytes of an abstract value; typed PRNG keys count as two words."""
     dtype = getattr(aval, "dtype", None)
-    if dtype is None:
-        return 0
-    itemsize = 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
-    return num_elements(aval) * itemsize
+    return 0 if dtype is None else num_elements(aval) * _itemsize(dtype)
+
+
+@functools.cache
+def _itemsize(dtype: Any) -> int:
+    return 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
 
 
 def is_float(aval: Any) -> bool:
@@ -271,16 +275,17 @@ def scan_operands(eqn: Any, ins: Sequence[Any]) -> tuple[Any, Any, Any]:
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """The jaxprs among an equation's parameters, in open form."""
     found = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if is_jaxpr(item):
-                found.append(opened(item))
+    for value in eqn.params.values():  # most equations have few, and no jaxpr
+        if isinstance(value, _JAXPRS):
+            found.append(opened(value))
+        elif isinstance(value, (tuple, list)):
+            found += [opened(item) for item in value if isinstance(item, _JAXPRS)]
     return found
 
 
 def is_jaxpr(value: Any) -> bool:
     """Whether a parameter of an equation is a jaxpr, open or closed."""
-    return isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
+    return isinstance(value, _JAXPRS)
 
 
 class Body(NamedTuple):

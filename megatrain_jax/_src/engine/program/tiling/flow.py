@@ -122,6 +122,16 @@ class Flow:
         """Bytes of each value."""
         return tuple(map(jx.num_bytes, self.avals))
 
+    @functools.cached_property
+    def propagator(self) -> "LabelPropagator":
+        """Propagates labels through it."""
+        return LabelPropagator(self)
+
+    @functools.cached_property
+    def whole_bytes(self) -> int:
+        """The estimate of `peak_bytes` without tiles."""
+        return peak_bytes(self, self.ops, 1)
+
     def num_bytes(self, value: int) -> int:
         """Bytes of a value."""
         return self.sizes[value]
@@ -355,11 +365,13 @@ class TileLoop:
         ops: The operations of each tile, in order, with their divisions.
         stored: Values that tiles write part by part.
         summed: Values that are sums over the tiles.
+        num_bytes: Estimate of the peak bytes within it if it had one tile.
     """
 
     ops: tuple[tuple[Operation, Division], ...]
     stored: tuple[int, ...]
     summed: tuple[int, ...]
+    num_bytes: int
 
 
 def ordered(flow: Flow, labels: Labels) -> tuple[TileLoop | Operation, ...]:
@@ -551,7 +563,8 @@ def _loop(
             if v not in stored or reads.maker[v] in mine:
                 todo.append(reads.maker[v])
     ops = tuple((flow.ops[n], labels.divisions[n]) for n in sorted(found))
-    return TileLoop(ops=ops, stored=tuple(kept), summed=tuple(summed))
+    num_bytes = _loop_bytes(flow, [op for op, _ in ops], {*kept, *summed})
+    return TileLoop(ops=ops, stored=tuple(kept), summed=tuple(summed), num_bytes=num_bytes)
 
 
 # A step: the values it reads and makes, its primitive, and the bytes it needs internally.
@@ -574,16 +587,15 @@ def peak_bytes(flow: Flow, steps: Sequence[TileLoop | Operation], num_tiles: int
         inside = {v for op, _ in step.ops for v in op.makes}
         reads = {v for op, _ in step.ops for v in op.reads} - inside
         reads |= {v for op, _ in step.ops for v in op.reads if v in step.stored}
-        within = loop_bytes(flow, step) // num_tiles
+        within = step.num_bytes // num_tiles
         events.append((sorted(reads), (*step.stored, *step.summed), "loop", within))
     return _peak(events, sizes)
 
 
-def loop_bytes(flow: Flow, loop: TileLoop) -> int:
-    """Estimates the peak bytes within a loop if it had one tile."""
-    given = {*loop.stored, *loop.summed}
-    made = {v for op, _ in loop.ops for v in op.makes} - given
-    events = [(op.reads, op.makes, op.name, 0) for op, _ in loop.ops]
+def _loop_bytes(flow: Flow, ops: Sequence[Operation], given: set[int]) -> int:
+    """Estimates the peak bytes within a loop if it had one tile, beside its results."""
+    made = {v for op in ops for v in op.makes} - given
+    events = [(op.reads, op.makes, op.name, 0) for op in ops]
     return _peak(events, {v: flow.num_bytes(v) for v in made})
 
 

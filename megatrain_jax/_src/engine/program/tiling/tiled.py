@@ -61,14 +61,12 @@ from megatrain_jax._src.engine.program.layers.sliced_values import FOLDS
 from megatrain_jax._src.engine.program.primitives import PRODUCTS
 from megatrain_jax._src.engine.program.tiling.flow import (
     Flow,
-    LabelPropagator,
     Labels,
     Operation,
     PropagatedLabels,
     TileLoop,
     chosen,
     flow_of,
-    loop_bytes,
     ordered,
     peak_bytes,
 )
@@ -401,7 +399,7 @@ def _best(jaxpr: Any, flow: Flow, num_tiles: int, num_devices: int, at_least: in
         return None
     _, num_rows, labels, steps = found
     # Without any loop the number of tiles doesn't matter.
-    whole = peak_bytes(flow, flow.ops, num_tiles)
+    whole = flow.whole_bytes
     labels, steps = _without_small_loops(flow, labels, steps, whole // _SMALL)
     if peak_bytes(flow, steps, at_least) >= _WORTH * whole:
         return None
@@ -417,7 +415,7 @@ def _best(jaxpr: Any, flow: Flow, num_tiles: int, num_devices: int, at_least: in
 
 def _candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[PropagatedLabels]:
     """The ways to divide a flow that cover the most bytes."""
-    propagator, found = LabelPropagator(flow), []
+    found: list[PropagatedLabels] = []
     # The values with the most bytes that a flow makes, one of each shape.
     made = sorted((v for op in flow.ops for v in op.makes), key=flow.num_bytes, reverse=True)
     shapes = {getattr(flow.avals[v], "shape", ()): v for v in reversed(made)}
@@ -429,7 +427,7 @@ def _candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[Propagated
             fits = size and size % (num_tiles * num_devices) == 0
             if not fits or any((v, label) in labels for _, labels in found):
                 continue
-            found.append(propagator.carry(v, label, num_tiles))
+            found.append(flow.propagator.carry(v, label, num_tiles))
 
     def reached(carried: PropagatedLabels) -> int:
         return sum(map(flow.num_bytes, {v for v, _ in carried[1]}))
@@ -445,7 +443,7 @@ def _without_small_loops(
     An example is the sum of a mask, by which a mean divides.
     """
     loops = [step for step in steps if isinstance(step, TileLoop)]
-    small = [loop for loop in loops if loop_bytes(flow, loop) <= limit]
+    small = [loop for loop in loops if loop.num_bytes <= limit]
     kept = {op for loop in loops if loop not in small for op, _ in loop.ops}
     whole = {op for loop in small for op, _ in loop.ops} - kept
     if not whole:
