@@ -23,7 +23,8 @@ class Family:
 
     Attributes:
         model_type: Its name in a `config.json`.
-        architecture: The Transformers class of its checkpoints.
+        class_name: The Transformers class of its checkpoints. Empty for the usual name, such as
+            LlamaForCausalLM.
         scorer: The Transformers class for sequence classification; None if there is none. Empty for
             the usual name, such as LlamaForSequenceClassification.
         has_tagger: Whether Transformers has a class for token classification, of the usual name;
@@ -64,7 +65,7 @@ class Family:
     """
 
     model_type: str
-    architecture: str
+    class_name: str = ""
     scorer: str | None = ""
     has_tagger: bool | None = None
     neutral: Mapping[str, Any] = field(default_factory=dict)
@@ -91,6 +92,13 @@ class Family:
     def multimodal(self) -> bool:
         """Whether checkpoints have parts beside the decoder without which they are incomplete."""
         return bool(self.texts)
+
+    @property
+    def architecture(self) -> str:
+        """The Transformers class of its checkpoints."""
+        usual = "".join(map(str.capitalize, self.model_type.removesuffix("_text").split("_")))
+        end = "ForConditionalGeneration" if self.multimodal else "ForCausalLM"
+        return self.class_name or f"{usual}{end}"
 
     @property
     def scorer_class(self) -> str | None:
@@ -170,6 +178,7 @@ def multimodal_family(
     *texts: Family,
     body: str = "language_model.model",
     head: str = "language_model.lm_head",
+    class_name: str = "",
     **own: Any,
 ) -> Family:
     """Returns the family of multimodal checkpoints that have a decoder's `text_config`.
@@ -178,6 +187,8 @@ def multimodal_family(
         *texts: See `Family`; files are written as by the first.
         body: See `Family`.
         head: See `Family`.
-        **own: Further fields of the `Family`, at least `model_type` and `architecture`.
+        class_name: See `Family`.
+        **own: Further fields of the `Family`, at least `model_type`.
     """
-    return replace(texts[0], texts=texts, scorer=None, body=body, head=head, **own)
+    own |= {"body": body, "head": head, "class_name": class_name}
+    return replace(texts[0], texts=texts, scorer=None, **own)

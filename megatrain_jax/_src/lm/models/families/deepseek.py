@@ -193,7 +193,6 @@ def grouped_experts(
 # GLM 4.5 and 4.6.
 GLM4_MOE = Family(
     model_type="glm4_moe",
-    architecture="Glm4MoeForCausalLM",
     scorer=None,
     sizes={"kv_heads": 8, "eps": 1e-5},
     flags={"attention_bias": (False, "qkv_bias"), "use_qk_norm": (False, "qk_norm")},
@@ -230,7 +229,6 @@ def _dots1(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # neutral and the unread fields.
 DOTS1 = Family(
     model_type="dots1",
-    architecture="Dots1ForCausalLM",
     scorer=None,
     neutral={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     unread="ep_size aux_loss_alpha seq_aux pretraining_tp use_sliding_window",
@@ -268,7 +266,6 @@ def _exaone_moe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # and the unread fields; layers that predict further tokens (`mtp`) are kept unchanged.
 EXAONE_MOE = Family(
     model_type="exaone_moe",
-    architecture="ExaoneMoeForCausalLM",
     scorer=None,
     flags={},
     neutral={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
@@ -322,7 +319,6 @@ def _afmoe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # Layers without a window don't rotate. Only the original code reads the neutral and unread fields.
 AFMOE = Family(
     model_type="afmoe",
-    architecture="AfmoeForCausalLM",
     scorer=None,
     neutral={
         "n_group": 1,
@@ -540,7 +536,6 @@ def _deepseek_v3(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # DeepSeek V3 and R1, Moonlight. Transformers doesn't read the unread fields.
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
-    architecture="DeepseekV3ForCausalLM",
     neutral={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     unread="ep_size aux_loss_alpha seq_aux pretraining_tp qk_head_dim",
     sizes=partial(latent_sizes, kv_heads=128),
@@ -574,7 +569,6 @@ def _glm4_moe_lite(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # GLM 4.7 Flash: latent attention as in DeepSeek V3, and experts as in GLM 4.5.
 GLM4_MOE_LITE = Family(
     model_type="glm4_moe_lite",
-    architecture="Glm4MoeLiteForCausalLM",
     scorer=None,
     neutral={"topk_method": "noaux_tc", "first_k_dense_replace": 1},
     unread="pretraining_tp qk_head_dim",
@@ -649,7 +643,6 @@ def _deepseek_v2(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # DeepSeek V2 and V2-Lite: experts chosen by their probabilities.
 DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
-    architecture="DeepseekV2ForCausalLM",
     has_tagger=False,
     neutral={"moe_layer_freq": 1, "scoring_func": "softmax", "rope_interleave": True},
     unread=DEEPSEEK_V3.unread,

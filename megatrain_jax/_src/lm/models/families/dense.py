@@ -35,7 +35,6 @@ from megatrain_jax._src.lm.models.rotary import Rotation
 # Llama 2 and 3: the plain decoder.
 LLAMA = Family(
     model_type="llama",
-    architecture="LlamaForCausalLM",
     neutral={"pretraining_tp": 1},
     flags=ATTENTION_BIAS | MLP_BIAS,
 )
@@ -44,7 +43,6 @@ LLAMA = Family(
 # Mistral 7B and similar models: a window in all layers.
 MISTRAL = Family(
     model_type="mistral",
-    architecture="MistralForCausalLM",
     flags={},
     sizes={"kv_heads": 8},
     more=lambda fields, _: {"windows": hf_common.windows_everywhere(fields, 4096)},
@@ -77,7 +75,6 @@ def _ministral3(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # Ministral 3: wavelengths are stretched for long texts, and queries grow with their position.
 MINISTRAL3 = Family(
     model_type="ministral3",
-    architecture="Ministral3ForCausalLM",
     flags={},
     sizes={"kv_heads": 8, "head_dim": 128, "eps": 1e-5},
     rope=None,
@@ -87,7 +84,6 @@ MISTRAL3 = multimodal_family(
     MISTRAL,
     MINISTRAL3,
     model_type="mistral3",
-    architecture="Mistral3ForConditionalGeneration",
     kept=("vision_tower.", "multi_modal_projector."),
     beside="image_token_index projector_hidden_act vision_feature_layer spatial_merge_size "
     "multimodal_projector_bias",
@@ -98,7 +94,6 @@ MISTRAL3 = multimodal_family(
 # Phi 1, 1.5 and 2: attention and a plain MLP in parallel, layer norms, biases everywhere.
 PHI = Family(
     model_type="phi",
-    architecture="PhiForCausalLM",
     flags={},
     neutral={"tie_word_embeddings": False},
     sizes={"eps": 1e-5, "eps_name": "layer_norm_eps", "hidden_act": "gelu_new"},
@@ -121,7 +116,6 @@ PHI = Family(
 _PHI3_KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 PHI3 = Family(
     model_type="phi3",
-    architecture="Phi3ForCausalLM",
     flags={},
     neutral={"interpolate_factor": 1, "full_attn_mod": 1},
     sizes={"eps": 1e-5},
@@ -148,7 +142,6 @@ def _upper_windows(fields: Fields, first: int = 28) -> hf_common.Windows:
 # Qwen 2 and 2.5: biases for queries, keys and values, and windows in the upper layers.
 QWEN2 = Family(
     model_type="qwen2",
-    architecture="Qwen2ForCausalLM",
     flags={},
     sizes={"kv_heads": 32},
     always={"qkv_bias": True},
@@ -161,7 +154,7 @@ QWEN2 = Family(
 QWEN2_5_VL = multimodal_family(
     Family(
         model_type="qwen2_5_vl_text",
-        architecture="Qwen2_5_VLTextModel",
+        class_name="Qwen2_5_VLTextModel",
         flags={},
         sizes={"kv_heads": 8, "eps": 1e-5, "head_dim_fixed": True},
         rope={"theta": 1_000_000.0, "images": True},
@@ -169,7 +162,7 @@ QWEN2_5_VL = multimodal_family(
         more=lambda fields, _: {"windows": _upper_windows(fields, first=80)},
     ),
     model_type="qwen2_5_vl",
-    architecture="Qwen2_5_VLForConditionalGeneration",
+    class_name="Qwen2_5_VLForConditionalGeneration",
     kept=("visual.",),
     beside="image_token_id video_token_id vision_start_token_id vision_end_token_id "
     "vision_token_id",
@@ -183,7 +176,6 @@ QWEN2_5_VL = multimodal_family(
 # Qwen 3: norms for each head's queries and keys.
 QWEN3 = Family(
     model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
     neutral={"use_qk_norm": True},
     sizes={"kv_heads": 32, "head_dim": 128},
     always={"qk_norm": True},
@@ -208,13 +200,13 @@ QWEN3_VL_FILES: dict[str, Any] = {
 QWEN3_VL = multimodal_family(
     Family(
         model_type="qwen3_vl_text",
-        architecture="Qwen3VLTextModel",
+        class_name="Qwen3VLTextModel",
         sizes={"kv_heads": 32, "head_dim": 128},
         rope={"theta": 500_000.0, "images": True},
         always={"qk_norm": True},
     ),
     model_type="qwen3_vl",
-    architecture="Qwen3VLForConditionalGeneration",
+    class_name="Qwen3VLForConditionalGeneration",
     **QWEN3_VL_FILES,
 )
 
@@ -223,7 +215,6 @@ QWEN3_VL = multimodal_family(
 # are the usual ones, but the files use one name for a different norm.
 GLM4 = Family(
     model_type="glm4",
-    architecture="Glm4ForCausalLM",
     sizes={"kv_heads": 2, "head_dim": 128, "eps": 0.00000015625},
     flags={"attention_bias": (True, "qkv_bias")},
     rope={"share": 0.5, "interleaved": True},
@@ -238,7 +229,6 @@ GLM4 = Family(
 GLM = replace(
     GLM4,
     model_type="glm",
-    architecture="GlmForCausalLM",
     always={"dense": FusedMLP},
     renames={},
 )
@@ -247,7 +237,6 @@ GLM = replace(
 # Nemotron 3 and 4, Minitron: layer norms with an offset, and a plain MLP with a squared ReLU.
 NEMOTRON = Family(
     model_type="nemotron",
-    architecture="NemotronForCausalLM",
     unread="kv_channels",
     sizes={"eps": 1e-5, "eps_name": "norm_eps", "hidden_act": "relu2", "std": 0.0134},
     flags=ATTENTION_BIAS | MLP_BIAS,
@@ -259,7 +248,6 @@ NEMOTRON = Family(
 # Arcee's AFM: a Llama with a plain MLP and a squared ReLU.
 ARCEE = Family(
     model_type="arcee",
-    architecture="ArceeForCausalLM",
     sizes={"eps": 1e-5, "hidden_act": "relu2"},
     flags=ATTENTION_BIAS | MLP_BIAS,
     always={"dense": PlainMLP},
@@ -270,7 +258,6 @@ ARCEE = Family(
 # configurations. Only the original code reads the neutral fields.
 STARCODER2 = Family(
     model_type="starcoder2",
-    architecture="Starcoder2ForCausalLM",
     neutral={"mlp_type": "default", "norm_type": "layer_norm"},
     sizes={
         "kv_heads": 2,
@@ -302,7 +289,6 @@ def _cwm(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # Code World Model: a Llama with a window in three of four layers.
 CWM = Family(
     model_type="cwm",
-    architecture="CwmForCausalLM",
     scorer=None,
     neutral={"pretraining_tp": 1},
     sizes={"kv_heads": 8, "head_dim": 128, "eps": 1e-5},
@@ -315,7 +301,7 @@ CWM = Family(
 # ERNIE 4.5: rotary embeddings of neighbours, and one option for all biases.
 ERNIE4_5 = Family(
     model_type="ernie4_5",
-    architecture="Ernie4_5ForCausalLM",
+    class_name="Ernie4_5ForCausalLM",
     scorer=None,
     sizes={"kv_heads": 2, "head_dim": 128, "head_dim_null": True, "eps": 1e-5, "tied": True},
     flags={"use_bias": (False, "qkv_bias out_bias mlp_bias")},
@@ -338,7 +324,6 @@ def _without_dropout(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # Seed-OSS: biases of queries, keys and values, and dropout in its released configurations.
 SEED_OSS = Family(
     model_type="seed_oss",
-    architecture="SeedOssForCausalLM",
     neutral={"pretraining_tp": 1},
     sizes={"kv_heads": 8, "head_dim": 128, "head_dim_null": True},
     flags={"attention_bias": (True, "qkv_bias"), "attention_out_bias": (False, "out_bias")}
@@ -362,7 +347,7 @@ def _smollm3(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # SmolLM 3: every fourth layer has no rotary embedding.
 SMOLLM3 = Family(
     model_type="smollm3",
-    architecture="SmolLM3ForCausalLM",
+    class_name="SmolLM3ForCausalLM",
     unread="pretraining_tp",
     sizes={"kv_heads": 4, "tied": True},
     flags=ATTENTION_BIAS | MLP_BIAS,
@@ -386,7 +371,6 @@ def _cohere2(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # neutral fields.
 COHERE2 = Family(
     model_type="cohere2",
-    architecture="Cohere2ForCausalLM",
     scorer=None,
     neutral={
         "use_parallel_block": True,
@@ -419,7 +403,6 @@ class CohereAttention(Attention):
 COHERE = replace(
     COHERE2,
     model_type="cohere",
-    architecture="CohereForCausalLM",
     neutral={},
     unread="",
     flags=ATTENTION_BIAS | {"use_qk_norm": (False, "qk_norm")},
@@ -445,7 +428,6 @@ def granite_scales(fields: Fields, _: dict[str, Any]) -> dict[str, float]:
 # Granite 3: scaled embeddings, attention scores, residual branches and logits.
 GRANITE = Family(
     model_type="granite",
-    architecture="GraniteForCausalLM",
     scorer=None,
     flags=ATTENTION_BIAS | MLP_BIAS,
     more=granite_scales,
@@ -485,7 +467,7 @@ def _hunyuan(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # reads the neutral fields; the unread ones are its own, too, and identifiers of tokens.
 HUNYUAN_V1_DENSE = Family(
     model_type="hunyuan_v1_dense",
-    architecture="HunYuanDenseV1ForCausalLM",
+    class_name="HunYuanDenseV1ForCausalLM",
     has_tagger=False,
     neutral={
         "use_qk_norm": True,
@@ -546,7 +528,6 @@ class ApertusMLP(nnx.Module):
 # original code reads the neutral fields.
 APERTUS = Family(
     model_type="apertus",
-    architecture="ApertusForCausalLM",
     scorer=None,
     has_tagger=True,
     neutral={"qk_norm": True, "hidden_act": "xielu"},
@@ -580,7 +561,6 @@ class WideNormAttention(Attention):
 # the record of the fields that are read from `config.json`.
 OLMO2 = Family(
     model_type="olmo2",
-    architecture="Olmo2ForCausalLM",
     has_tagger=False,
     sizes={"eps": 1e-5},
     always={"output_norms": True, "attention": WideNormAttention},
@@ -598,7 +578,7 @@ def _olmo3(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 # OLMo 3: OLMo 2 with a window in most layers; only the rest stretch wavelengths for long texts.
-OLMO3 = replace(OLMO2, model_type="olmo3", architecture="Olmo3ForCausalLM", rope=None, more=_olmo3)
+OLMO3 = replace(OLMO2, model_type="olmo3", rope=None, more=_olmo3)
 
 
 def exaone4_layers(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
@@ -620,7 +600,6 @@ def exaone4_layers(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
 # layers have a window, only these rotate.
 EXAONE4 = Family(
     model_type="exaone4",
-    architecture="Exaone4ForCausalLM",
     flags={},
     sizes={"kv_heads": 32, "eps": 1e-5},
     always={"qk_norm": True, "output_norms": True},

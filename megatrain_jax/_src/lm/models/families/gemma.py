@@ -154,7 +154,6 @@ def _gemma(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # unread field.
 GEMMA = Family(
     model_type="gemma",
-    architecture="GemmaForCausalLM",
     unread="hidden_activation",
     sizes={"kv_heads": 16, "head_dim": 256, "tied": True, "hidden_act": "gelu_pytorch_tanh"},
     always={"norm_offset": 1.0, "scale_embedding": True},
@@ -183,7 +182,6 @@ _GEMMA_SIZES: dict[str, Any] = {
 # Gemma 2: capped scores and logits, four norms per layer, a window in every other layer.
 GEMMA2 = Family(
     model_type="gemma2",
-    architecture="Gemma2ForCausalLM",
     sizes=_GEMMA_SIZES,
     always={"norm_offset": 1.0, "sandwich_norms": True, "scale_embedding": True},
     more=_gemma2,
@@ -207,7 +205,6 @@ def _gemma3(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # a vision tower omit two of the sizes.
 GEMMA3 = Family(
     model_type="gemma3_text",
-    architecture="Gemma3ForCausalLM",
     scorer="Gemma3TextForSequenceClassification",
     has_tagger=False,
     sizes={**_GEMMA_SIZES, "vocab_size": 262_208, "num_attention_heads": 8},
@@ -218,7 +215,6 @@ GEMMA3 = Family(
 GEMMA3_MULTIMODAL = multimodal_family(
     GEMMA3,
     model_type="gemma3",
-    architecture="Gemma3ForConditionalGeneration",
     kept=("vision_tower.", "multi_modal_projector."),
     beside="mm_tokens_per_image boi_token_index eoi_token_index image_token_index",
     tied=True,

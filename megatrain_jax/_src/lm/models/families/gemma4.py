@@ -436,7 +436,6 @@ _ALWAYS: dict[str, Any] = {"norm_in_fp32": True, "scale_embedding": True, "atten
 # Gemma 4: wider heads in layers without a window, and experts beside an MLP.
 GEMMA4 = Family(
     model_type="gemma4_text",
-    architecture="Gemma4ForCausalLM",
     scorer=None,
     sizes=_SIZES,
     rope=None,
@@ -448,7 +447,6 @@ GEMMA4 = Family(
 GEMMA4_MULTIMODAL = multimodal_family(
     GEMMA4,
     model_type="gemma4",
-    architecture="Gemma4ForConditionalGeneration",
     kept=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
     beside="audio_config audio_token_id boa_token_id boi_token_id eoa_token_id eoa_token_index "
     "eoi_token_id image_token_id video_token_id vision_soft_tokens_per_image",
@@ -677,7 +675,6 @@ def _gemma3n(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # Gemma 3n: several streams of hidden states. Transformers doesn't read the unread fields.
 GEMMA3N = Family(
     model_type="gemma3n_text",
-    architecture="Gemma3nForCausalLM",
     scorer=None,
     unread="query_pre_attn_scalar altup_lr_multiplier",
     sizes=lambda fields: {**_SIZES, "kv_heads": 2, "inside": max(_inside(fields))},
@@ -689,7 +686,6 @@ GEMMA3N = Family(
 GEMMA3N_MULTIMODAL = multimodal_family(
     GEMMA3N,
     model_type="gemma3n",
-    architecture="Gemma3nForConditionalGeneration",
     kept=GEMMA4_MULTIMODAL.kept,
     beside="audio_config audio_soft_tokens_per_image audio_token_id boa_token_id boi_token_id "
     "eoa_token_id eoi_token_id image_token_id vision_soft_tokens_per_image",

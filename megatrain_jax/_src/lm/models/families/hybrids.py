@@ -222,7 +222,6 @@ def _qwen3_next(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # Qwen3-Next: linear attention in most layers, gated attention in the rest.
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
-    architecture="Qwen3NextForCausalLM",
     sizes={"kv_heads": 2, "head_dim": 256},
     rope={"share": 0.25},
     experts={
@@ -266,7 +265,7 @@ class SeparateDeltaNet(GatedDeltaNet):
 QWEN3_5_TEXT = replace(
     QWEN3_NEXT,
     model_type="qwen3_5_text",
-    architecture="Qwen3_5ForCausalLM",
+    class_name="Qwen3_5ForCausalLM",
     scorer="Qwen3_5TextForSequenceClassification",
     has_tagger=False,
     neutral={
@@ -285,7 +284,7 @@ QWEN3_5_TEXT = replace(
 QWEN3_5_MOE_TEXT = replace(
     QWEN3_5_TEXT,
     model_type="qwen3_5_moe_text",
-    architecture="Qwen3_5MoeForCausalLM",
+    class_name="Qwen3_5MoeForCausalLM",
     scorer=None,
     neutral={**QWEN3_5_TEXT.neutral, "decoder_sparse_step": 1, "norm_topk_prob": True},
     sizes=lambda fields: {
@@ -306,13 +305,13 @@ _QWEN3_5_FILES: dict[str, Any] = {
 QWEN3_5 = multimodal_family(
     QWEN3_5_TEXT,
     model_type="qwen3_5",
-    architecture="Qwen3_5ForConditionalGeneration",
+    class_name="Qwen3_5ForConditionalGeneration",
     **_QWEN3_5_FILES,
 )
 QWEN3_5_MOE = multimodal_family(
     QWEN3_5_MOE_TEXT,
     model_type="qwen3_5_moe",
-    architecture="Qwen3_5MoeForConditionalGeneration",
+    class_name="Qwen3_5MoeForConditionalGeneration",
     **_QWEN3_5_FILES,
 )
 
@@ -412,7 +411,6 @@ def _olmo_hybrid(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # rest. The unread fields are those of fresh parameters.
 OLMO_HYBRID = Family(
     model_type="olmo_hybrid",
-    architecture="OlmoHybridForCausalLM",
     scorer=None,
     unread="linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor",
     rope=None,
@@ -502,7 +500,6 @@ _LFM2_SIZES: dict[str, Any] = {
 # doesn't read the unread fields: other names of its fields, and settings of fresh parameters.
 LFM2 = Family(
     model_type="lfm2",
-    architecture="Lfm2ForCausalLM",
     scorer=None,
     neutral={"block_use_swiglu": True, "use_pos_enc": True, "hidden_act": "silu"},
     unread="block_dim block_norm_eps conv_dim conv_dim_out num_heads block_mlp_init_scale "
@@ -571,7 +568,6 @@ def _lfm2_moe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 LFM2_MOE = replace(
     LFM2,
     model_type="lfm2_moe",
-    architecture="Lfm2MoeForCausalLM",
     neutral={"use_expert_bias": True},
     unread="",
     sizes={**_LFM2_SIZES, "intermediate_size": 7168},

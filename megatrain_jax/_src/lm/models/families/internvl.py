@@ -166,7 +166,7 @@ INTERNVL = multimodal_family(
     QWEN3,
     LLAMA,
     model_type="internvl",
-    architecture="InternVLForConditionalGeneration",
+    class_name="InternVLForConditionalGeneration",
     kept=("vision_tower.", "multi_modal_projector."),
     beside="image_token_id image_seq_length downsample_ratio projector_hidden_act "
     "vision_feature_layer vision_feature_select_strategy",

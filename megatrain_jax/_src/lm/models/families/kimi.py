@@ -154,7 +154,6 @@ def _kimi_linear(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # Transformers doesn't read the neutral and the unread fields: no layer rotates.
 KIMI_LINEAR = Family(
     model_type="kimi_linear",
-    architecture="KimiLinearForCausalLM",
     scorer=None,
     neutral={
         "mla_use_nope": True,

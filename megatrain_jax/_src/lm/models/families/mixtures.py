@@ -42,7 +42,6 @@ from megatrain_jax._src.lm.models.rotary import Rotation, positions_in
 # Mixtral: experts in all layers, under different tensor names.
 MIXTRAL = Family(
     model_type="mixtral",
-    architecture="MixtralForCausalLM",
     flags={},
     neutral={"router_jitter_noise": 0.0},
     sizes={"kv_heads": 8, "eps": 1e-5},
@@ -62,7 +61,6 @@ MIXTRAL = Family(
 # norm of the queries is as wide as the hidden states.
 OLMOE = Family(
     model_type="olmoe",
-    architecture="OlmoeForCausalLM",
     scorer=None,
     sizes={"eps": 1e-5, "head_dim_fixed": True},
     experts={
@@ -100,7 +98,6 @@ def _qwen2_moe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # Qwen 1.5 and 2 with experts, plus one shared expert for all tokens.
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
-    architecture="Qwen2MoeForCausalLM",
     sizes={"kv_heads": 16},
     flags={"qkv_bias": (True, "qkv_bias")},
     experts={"num": 60, "per_token": 4, "inside": 1408, "shared": 5632, "sparse": True},
@@ -117,7 +114,6 @@ def _qwen3_moe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # Qwen 3 with experts in all layers or some.
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
-    architecture="Qwen3MoeForCausalLM",
     neutral={"use_qk_norm": True},
     sizes={"kv_heads": 4},
     experts={"num": 128, "per_token": 8, "inside": 768, "sparse": True},
@@ -156,7 +152,7 @@ class InFirstMixture(MixtureOfExperts):
 QWEN3_VL_MOE = multimodal_family(
     Family(
         model_type="qwen3_vl_moe_text",
-        architecture="Qwen3VLMoeTextModel",
+        class_name="Qwen3VLMoeTextModel",
         neutral={"norm_topk_prob": True},
         sizes={"kv_heads": 16},
         rope={"theta": 500_000.0, "images": True},
@@ -165,7 +161,7 @@ QWEN3_VL_MOE = multimodal_family(
         stacked=True,
     ),
     model_type="qwen3_vl_moe",
-    architecture="Qwen3VLMoeForConditionalGeneration",
+    class_name="Qwen3VLMoeForConditionalGeneration",
     **QWEN3_VL_FILES,
 )
 
@@ -199,7 +195,7 @@ def _minimax_m2(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # original code reads the neutral fields; checkpoints have none of the layers in the unread ones.
 MINIMAX_M2 = Family(
     model_type="minimax_m2",
-    architecture="MiniMaxM2ForCausalLM",
+    class_name="MiniMaxM2ForCausalLM",
     flags={},
     scorer=None,
     neutral={
@@ -304,7 +300,6 @@ def _gpt_oss(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # original code reads the unread fields.
 GPT_OSS = Family(
     model_type="gpt_oss",
-    architecture="GptOssForCausalLM",
     unread="experts_per_token initial_context_length",
     sizes={"kv_heads": 8, "head_dim": 64, "eps": 1e-5},
     flags={"attention_bias": (True, "qkv_bias out_bias")},
@@ -397,7 +392,7 @@ def _ernie4_5_moe(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # original code reads the unread fields; layers that predict further tokens are kept unchanged.
 ERNIE4_5_MOE = Family(
     model_type="ernie4_5_moe",
-    architecture="Ernie4_5_MoeForCausalLM",
+    class_name="Ernie4_5_MoeForCausalLM",
     scorer=None,
     unread="num_nextn_predict_layers moe_capacity moe_gate moe_use_aux_free",
     sizes={"kv_heads": 4, "eps": 1e-5, "tied": True},
@@ -522,7 +517,6 @@ def _llama4(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # balance.
 LLAMA4 = Family(
     model_type="llama4_text",
-    architecture="Llama4ForCausalLM",
     scorer=None,
     neutral={"router_jitter_noise": 0.0},
     unread="router_aux_loss_coef for_llm_compressor",
@@ -536,7 +530,6 @@ LLAMA4 = Family(
 LLAMA4_MULTIMODAL = multimodal_family(
     LLAMA4,
     model_type="llama4",
-    architecture="Llama4ForConditionalGeneration",
     kept=("vision_model.", "multi_modal_projector."),
     beside="boi_token_index eoi_token_index image_token_index",
     vision=read_llama4_vision,

@@ -192,7 +192,6 @@ def _glm_moe_dsa(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v32",
-    architecture="DeepseekV32ForCausalLM",
     scorer=None,
     neutral={**DEEPSEEK_V3.neutral, "rope_interleave": True, "indexer_rope_interleave": False},
     unread=f"{DEEPSEEK_V3.unread} mlp_bias",
@@ -204,7 +203,6 @@ DEEPSEEK_V32 = replace(
 GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
     model_type="glm_moe_dsa",
-    architecture="GlmMoeDsaForCausalLM",
     neutral={
         **DEEPSEEK_V32.neutral,
         "indexer_rope_interleave": True,

@@ -269,7 +269,7 @@ def _granitemoehybrid(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # Transformers doesn't read the neutral and the unread field.
 GRANITEMOEHYBRID = Family(
     model_type="granitemoehybrid",
-    architecture="GraniteMoeHybridForCausalLM",
+    class_name="GraniteMoeHybridForCausalLM",
     scorer=None,
     neutral={"normalization_function": "rmsnorm"},
     unread="init_method",
@@ -399,7 +399,6 @@ def _falcon_h1(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # the original code reads the neutral and the unread fields.
 FALCON_H1 = Family(
     model_type="falcon_h1",
-    architecture="FalconH1ForCausalLM",
     scorer=None,
     neutral={"mamba_use_mlp": True},
     unread="mlp_expansion_factor expansion_factor",
@@ -570,7 +569,6 @@ def _nemotron_h(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 # in the original code only; layers that predict further tokens (`mtp`) are kept unchanged.
 NEMOTRON_H = Family(
     model_type="nemotron_h",
-    architecture="NemotronHForCausalLM",
     scorer=None,
     neutral={"mamba_hidden_act": "silu"},
     unread="chunk_size expand mamba_proj_bias mamba_ssm_cache_dtype moe_shared_expert_overlap "
