@@ -6,10 +6,26 @@ this is also the place where generation adds its caches: `attention`, `gated_del
 they are. Any use of a `Past` that has no method for it is refused.
 """
 
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 import jax
 from jaxtyping import Array, Float, Int
+
+
+class LatentHeads(NamedTuple):
+    """What latent attention reads: heads of queries and keys without and with a rotated part.
+
+    Attributes:
+        q: The part of the queries that isn't rotated.
+        q_rotated: The rotated part of the queries.
+        latent: What the other part of the keys, and the values, are computed from.
+        k_rotated: The rotated part of the keys, one for all heads.
+    """
+
+    q: Float[Array, "rows length heads plain_dim"]
+    q_rotated: Float[Array, "rows length heads rotated_dim"]
+    latent: Float[Array, "rows length latent_rank"]
+    k_rotated: Float[Array, "rows length 1 rotated_dim"]
 
 
 class Past:
@@ -32,13 +48,7 @@ class Past:
         self.refuse()
 
     def attend_latent(
-        self,
-        attention: Any,
-        q: Array,
-        q_rotated: Array,
-        latent: Array,
-        k_rotated: Array,
-        chosen: Any,
+        self, attention: Any, given: LatentHeads, chosen: Any
     ) -> Float[Array, "rows length heads value_dim"]:
         """Computes `LatentAttention.attend` of new tokens to the texts so far."""
         self.refuse()

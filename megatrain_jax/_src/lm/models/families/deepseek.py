@@ -34,7 +34,7 @@ from megatrain_jax._src.lm.models.layers import (
     Segments,
 )
 from megatrain_jax._src.lm.models.moe import Experts, Routed
-from megatrain_jax._src.lm.models.past import Past
+from megatrain_jax._src.lm.models.past import LatentHeads, Past
 from megatrain_jax._src.lm.models.rotary import Rotation, rotate
 
 
@@ -422,23 +422,18 @@ class LatentAttention(nnx.Module):
                 rotate(y, rotation.cos_sin, interleaved=self.interleaved)
                 for y in (q_rotated, k_rotated)
             )
+        given = LatentHeads(q, q_rotated, latent, k_rotated)
         if isinstance(segments, Past):
-            mixed = segments.attend_latent(self, q, q_rotated, latent, k_rotated, chosen)
+            mixed = segments.attend_latent(self, given, chosen)
         else:
-            mixed = self.attend(q, q_rotated, latent, k_rotated, segments, chosen)
+            mixed = self.attend(given, segments, chosen)
         return self.o_proj(mixed.reshape(rows, length, -1))
 
     def attend(
-        self,
-        q: Float[Array, "rows length heads plain_dim"],
-        q_rotated: Float[Array, "rows length heads rotated_dim"],
-        latent: Float[Array, "rows length latent_rank"],
-        k_rotated: Float[Array, "rows length 1 rotated_dim"],
-        segments: Segments,
-        chosen: Any = None,
+        self, given: LatentHeads, segments: Segments, chosen: Any = None
     ) -> Float[Array, "rows length heads value_dim"]:
         """Returns for each query the mean of the values that its head computes from latents."""
-        sizes = self.sizes
+        sizes, (q, q_rotated, latent, k_rotated) = self.sizes, given
         both = self.kv_b_proj(latent)
         both = both.reshape(*q.shape[:3], sizes.plain_dim + sizes.value_dim)
         k, v = jnp.split(both, [sizes.plain_dim], axis=-1)

@@ -29,7 +29,7 @@ from megatrain_jax._src.lm.models.delta_rule import (
     short_convolution,
 )
 from megatrain_jax._src.lm.models.lora import is_adapted
-from megatrain_jax._src.lm.models.past import Past
+from megatrain_jax._src.lm.models.past import LatentHeads, Past
 
 # Numbers of parts in which rows move; the first one that divides the places is taken.
 _PARTS = (4, 3, 5, 7, 2, 1)
@@ -108,18 +108,11 @@ class PrefillPast(_CachingPast):
             self._keep(keys=keys, values=values)
         return attention(q, k, v, **options, segments=self._images)
 
-    def attend_latent(
-        self,
-        attention: Any,
-        q: Array,
-        q_rotated: Array,
-        latent: Array,
-        k_rotated: Array,
-        chosen: Any,
-    ) -> Array:
+    def attend_latent(self, attention: Any, given: LatentHeads, chosen: Any) -> Array:
         """See `Past`."""
-        self._keep(latents=jnp.concatenate([latent, k_rotated[:, :, 0]], axis=-1))
-        return attention.attend(q, q_rotated, latent, k_rotated, None, chosen)
+        latents = jnp.concatenate([given.latent, given.k_rotated[:, :, 0]], axis=-1)
+        self._keep(latents=latents)
+        return attention.attend(given, None, chosen)
 
     def choose_keys(self, q: Array, weights: Array, k: Array, most: int) -> Array | None:
         """See `Past`."""
@@ -204,16 +197,9 @@ class DecodePast(_CachingPast):
         mixed = jnp.einsum("bkgj,bkjh->bkgh", weights.astype(values.dtype), values)
         return mixed.reshape(q.shape)
 
-    def attend_latent(
-        self,
-        attention: Any,
-        q: Array,
-        q_rotated: Array,
-        latent: Array,
-        k_rotated: Array,
-        chosen: Any,
-    ) -> Array:
+    def attend_latent(self, attention: Any, given: LatentHeads, chosen: Any) -> Array:
         """See `Past`. Queries are mapped to the latent space; no keys or values are computed."""
+        q, q_rotated, latent, k_rotated = given
         sizes, heads = attention.sizes, q.shape[2]
         new = jnp.concatenate([latent[:, 0], k_rotated[:, 0, 0]], axis=-1)
         latents = self._written(self._cache.latents, new)
