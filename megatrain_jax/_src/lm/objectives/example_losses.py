@@ -5,6 +5,7 @@ in a batch's padding have weight 0, and may hold any numbers, even NaN.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -15,26 +16,26 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.cross_entropy import REAL, array_of
 
 
-def columns(mask: Any, **given: Any) -> list[Float[Array, "*examples"]]:
+def columns(given: Mapping[str, Any], *names: str) -> list[Float[Array, "*examples"]]:
     """Returns arguments with one number per example as arrays in fp32.
 
     Examples without weight have 0 in all of them: zeros alone don't make gradients NaN.
 
     Args:
-        mask: See `mean`.
-        **given: The arguments; all have the shape of the first, which is an array of floats.
+        given: The arguments of a loss, by name, and the `mask` of `mean` among them.
+        *names: Names of the arguments; all have the shape of the first, an array of floats.
 
     Raises:
         TypeError: If one has a wrong kind of numbers.
         ValueError: If a shape differs from the first.
     """
-    first = next(iter(given))
+    first, mask = names[0], given["mask"]
     found: list[Array] = []
-    for name, value in given.items():
+    for name in names:
         if name == first:
-            array = array_of(name, value, "floating-point numbers", jnp.floating)
+            array = array_of(name, given[name], "floating-point numbers", jnp.floating)
         else:
-            array = array_of(name, value, "real numbers", *REAL)
+            array = array_of(name, given[name], "real numbers", *REAL)
         if found and array.shape != found[0].shape:
             raise ValueError(f"`{name}` has shape {array.shape}, but `{first}` {found[0].shape}")
         found.append(array.astype(jnp.float32))
@@ -74,6 +75,11 @@ def _weights(mask: Any, shape: tuple[int, ...], first: str) -> Float[Array, "*ex
 Column = Float[ArrayLike, "*pairs"]
 Mask = Shaped[ArrayLike, "*pairs"] | None
 Count = Shaped[ArrayLike, ""] | None
+
+# Names of the arguments about both answers of a pair.
+_BOTH = ("chosen", "rejected")
+_BEFORE = ("reference_chosen", "reference_rejected")
+_SIZES = ("chosen_tokens", "rejected_tokens")
 # Mean log-probabilities closer to 0 are rounding errors of a probability of 1.
 _LEAST_GAP = 1e-7
 DpoLoss = Literal[
@@ -146,13 +152,7 @@ def dpo(
     if epsilon and loss_type not in SMOOTHED:
         allowed = f"0 unless `loss_type` is {checks.either(SMOOTHED)}"
         raise ValueError(checks.refused("label_smoothing", allowed, label_smoothing))
-    ours, wrong, before, before_wrong = columns(
-        mask,
-        chosen=chosen,
-        rejected=rejected,
-        reference_chosen=reference_chosen,
-        reference_rejected=reference_rejected,
-    )
+    ours, wrong, before, before_wrong = columns(locals(), *_BOTH, *_BEFORE)
     before, before_wrong = map(jax.lax.stop_gradient, (before, before_wrong))
     margin = beta * ((ours - wrong) - (before - before_wrong))
     good, bad = beta * (ours - before), beta * (wrong - before_wrong)
@@ -217,13 +217,7 @@ def ipo(
     """
     beta = checks.number("beta", beta, above=0)
     ours, wrong, before, before_wrong, sizes, wrong_sizes = columns(
-        mask,
-        chosen=chosen,
-        rejected=rejected,
-        reference_chosen=reference_chosen,
-        reference_rejected=reference_rejected,
-        chosen_tokens=chosen_tokens,
-        rejected_tokens=rejected_tokens,
+        locals(), *_BOTH, *_BEFORE, *_SIZES
     )
     gained = (ours - jax.lax.stop_gradient(before)) / jnp.maximum(sizes, 1)
     lost = (wrong - jax.lax.stop_gradient(before_wrong)) / jnp.maximum(wrong_sizes, 1)
@@ -277,7 +271,7 @@ def simpo(
     beta = checks.number("beta", beta, above=0)
     margin = checks.number("simpo_gamma", simpo_gamma, least=0)
     alpha = checks.number("cpo_alpha", cpo_alpha, least=0)
-    ours, wrong = _means(chosen, rejected, chosen_tokens, rejected_tokens, mask)
+    ours, wrong = _means(locals())
     values = -jax.nn.log_sigmoid(beta * (ours - wrong) - margin)
     return mean(values, mask, count, "chosen") + alpha * jnp.asarray(nll, jnp.float32)
 
@@ -325,24 +319,16 @@ def orpo(
         2.069...
     """
     beta = checks.number("beta", beta, above=0)
-    both = _means(chosen, rejected, chosen_tokens, rejected_tokens, mask)
+    both = _means(locals())
     ours, wrong = map(_below_zero, both)
     log_odds = (ours - wrong) - (_log_complement(ours) - _log_complement(wrong))
     odds = mean(-jax.nn.log_sigmoid(log_odds), mask, count, "chosen")
     return jnp.asarray(nll, jnp.float32) + beta * odds
 
 
-def _means(
-    chosen: Column, rejected: Column, chosen_tokens: Column, rejected_tokens: Column, mask: Mask
-) -> tuple[Float[Array, "*pairs"], Float[Array, "*pairs"]]:
+def _means(given: Mapping[str, Any]) -> tuple[Float[Array, "*pairs"], Float[Array, "*pairs"]]:
     """Returns the mean log-probability per token of both answers."""
-    ours, wrong, sizes, wrong_sizes = columns(
-        mask,
-        chosen=chosen,
-        rejected=rejected,
-        chosen_tokens=chosen_tokens,
-        rejected_tokens=rejected_tokens,
-    )
+    ours, wrong, sizes, wrong_sizes = columns(given, *_BOTH, *_SIZES)
     return ours / jnp.maximum(sizes, 1), wrong / jnp.maximum(wrong_sizes, 1)
 
 
@@ -397,12 +383,8 @@ def reward(
         >>> float(reward(*scores))
         0.693...
     """
-    good, bad, least = columns(
-        mask,
-        chosen=chosen,
-        rejected=rejected,
-        margins=jnp.zeros(jnp.shape(chosen)) if margins is None else margins,
-    )
+    margins = jnp.zeros(jnp.shape(chosen)) if margins is None else margins
+    good, bad, least = columns(locals(), *_BOTH, "margins")
     values = -jax.nn.log_sigmoid(good - bad - least)
     if center_rewards_coefficient is not None:
         name = "center_rewards_coefficient"
@@ -460,7 +442,7 @@ def kto(
     beta = checks.number("beta", beta, above=0)
     desirable_weight = checks.number("desirable_weight", desirable_weight, least=0)
     undesirable_weight = checks.number("undesirable_weight", undesirable_weight, least=0)
-    ours, before, good = columns(mask, logs=logs, reference=reference, desirable=desirable)
+    ours, before, good = columns(locals(), "logs", "reference", "desirable")
     gained = ours - jax.lax.stop_gradient(before)
     above = gained - jax.lax.stop_gradient(jnp.asarray(baseline, jnp.float32))
     # 1 - sigmoid(x) is sigmoid(-x).
@@ -499,5 +481,5 @@ def kto_baseline(
         >>> float(kto_baseline(jnp.array([-20.0, -31.0]), jnp.array([-22.0, -30.0])))
         0.5
     """
-    ours, before = columns(mask, logs=logs, reference=reference)
+    ours, before = columns(locals(), "logs", "reference")
     return jax.lax.stop_gradient(jnp.maximum(mean(ours - before, mask, None, "logs"), 0))

@@ -148,7 +148,7 @@ def policy_tokens(
     given: dict[str, Any] = {"logs": logs, "old_logs": old_logs, "advantages": gains}
     if beta:
         given["reference"] = reference
-    found = dict(zip(given, columns(mask, **given), strict=True))
+    found = dict(zip(given, columns(given | {"mask": mask}, *given), strict=True))
     ours = found["logs"]
     if ours.ndim != 2:
         raise ValueError(f"`logs` must have shape (rows, tokens), but has {ours.shape}")
