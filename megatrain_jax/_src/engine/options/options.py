@@ -214,7 +214,7 @@ class Options:
             self,
             precision=Precision.of(self.precision),
             trainable=_trainable(self.trainable),
-            microbatches=_microbatches(self.microbatches),
+            microbatches=_or_auto("microbatches", self.microbatches, checks.integer),
             waves=_integer_or_none("waves", self.waves, "None for the plan's choice"),
             device_budget=checks.device_budget(self.device_budget, _LEAST_DEVICE_BYTES),
             host_budget=checks.num_bytes("host_budget", self.host_budget),
@@ -224,7 +224,7 @@ class Options:
             max_skipped=checks.integer("max_skipped", self.max_skipped),
             seed=checks.integer("seed", self.seed, least=_LEAST_SEED, most=_MOST_SEED),
             hardware=found_hardware(self.hardware),
-            state_per_process=_state_per_process(self.state_per_process),
+            state_per_process=_or_auto("state_per_process", self.state_per_process, checks.boolean),
         )
         if self.disk_budget is not None and self.disk_dir is None:
             raise ValueError(f"`disk_budget`={self.disk_budget} is given without `disk_dir`")
@@ -663,16 +663,9 @@ def _disk_dir(value: Any) -> tuple[str, ...] | None:
     return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
 
 
-def _microbatches(value: Any) -> Microbatches:
-    if isinstance(value, str) and value == "auto":
-        return "auto"
-    return checks.integer("microbatches", value, other=', or "auto"')
-
-
-def _state_per_process(value: Any) -> StatePerProcess:
-    if isinstance(value, str) and value == "auto":
-        return "auto"
-    return checks.boolean("state_per_process", value, other=', or "auto"')
+def _or_auto(name: str, value: Any, check: Callable[..., Any]) -> Any:
+    is_auto = isinstance(value, str) and value == "auto"
+    return value if is_auto else check(name, value, other=', or "auto"')
 
 
 def _check_waves(waves: int | None, microbatches: Microbatches) -> None:

@@ -83,16 +83,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         """Checks the dtypes and stores them in their canonical form, mappings as pairs."""
-        values = canonical(
-            master=self.master,
-            compute=self.compute,
-            frozen=self.frozen,
-            state=self.state,
-            sums=self.sums,
-            products=self.products,
-        )
         # Pairs in place of mappings keep the record hashable, and the order of the patterns.
-        for name, value in values.items():
+        for name, value in canonical(self).items():
             object.__setattr__(self, name, value)
         word("Precision.rounding", self.rounding, get_args(Rounding))
         forms = self.master if isinstance(self.master, tuple) else (("*", self.master),)

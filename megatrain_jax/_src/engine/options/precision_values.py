@@ -24,24 +24,22 @@ FLOAT8_NAMES = ("float8", "fp8", "f8", "float8_e4m3fn", "float8_e5m2")
 FLOAT8_HINT = 'for matrix products in float8, write Precision(products="float8")'
 
 
-def canonical(
-    *, master: Any, compute: Any, frozen: Any, state: Any, sums: Any, products: Any
-) -> dict[str, Any]:
-    """The canonical forms of the attributes of `Precision` by name; mappings become pairs.
+def canonical(given: Any) -> dict[str, Any]:
+    """The canonical forms of the attributes of a `Precision` by name; mappings become pairs.
 
     Raises:
         TypeError: A path is not a string.
         ValueError: A value is not allowed, a mapping is empty, or float8 goes with float64.
     """
-    state = None if state is None else _held("state", state)
+    state = None if given.state is None else _held("state", given.state)
     return {
-        "master": _held("master", master),
-        "compute": None if compute is None else _computing(compute),
-        "frozen": None if frozen is None else _frozen(frozen),
+        "master": _held("master", given.master),
+        "compute": None if given.compute is None else _computing(given.compute),
+        "frozen": None if given.frozen is None else _frozen(given.frozen),
         # Optimizer state of fp32 masters is fp32 anyway.
         "state": None if state == _FLOAT32 else state,
-        "sums": _allowed("sums", "", _dtype("sums", sums), _ALLOWED["sums"]),
-        "products": _products(products, compute),
+        "sums": _allowed("sums", "", _dtype("sums", given.sums), _ALLOWED["sums"]),
+        "products": _products(given.products, given.compute),
     }
 
 
