@@ -23,6 +23,12 @@ from megatrain_jax import trace_target
 from megatrain_jax._src.common import checks
 
 REAL = (jnp.floating, jnp.integer, jnp.bool_)
+# Arrays of all tokens, or of one chunk of them.
+Hidden = Float[Array, "tokens width"]
+Labels = Integer[Array, " tokens"]
+PerToken = Float[Array, " tokens"]
+Logits = Float[Array, "tokens vocabulary"]
+Head = Float[Array, "vocabulary width"]
 
 
 class LossOptions(NamedTuple):
@@ -199,11 +205,7 @@ def array_of(name: str, value: Any, what: str, *kinds: Any) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(
-    options: LossOptions,
-    hidden: Float[Array, "tokens width"],
-    head: Float[Array, "vocabulary width"],
-    labels: Integer[Array, " tokens"],
-    weights: Float[Array, " tokens"],
+    options: LossOptions, hidden: Hidden, head: Head, labels: Labels, weights: PerToken
 ) -> Float[Array, ""]:
     """Sums the weighted losses of all tokens, chunk by chunk."""
 
@@ -324,19 +326,14 @@ class LabelLogits(NamedTuple):
         log_sum: The logarithm of the softmax's denominator.
     """
 
-    logits: Float[Array, "chunk vocabulary"]
-    slope: Float[Array, "chunk vocabulary"] | float
-    is_label: Bool[Array, "chunk vocabulary"]
-    of_label: Float[Array, " chunk"]
-    log_sum: Float[Array, " chunk"]
+    logits: Logits
+    slope: Logits | float
+    is_label: Bool[Array, "tokens vocabulary"]
+    of_label: PerToken
+    log_sum: PerToken
 
 
-def label_logits(
-    options: LossOptions,
-    head: Float[Array, "vocabulary width"],
-    hidden: Float[Array, "chunk width"],
-    labels: Integer[Array, " chunk"],
-) -> LabelLogits:
+def label_logits(options: LossOptions, head: Head, hidden: Hidden, labels: Labels) -> LabelLogits:
     """Returns a chunk's logits in fp32, with the logits of its labels."""
     logits = _product(hidden, head.astype(hidden.dtype), 1, 1)
     slope = 1.0
@@ -353,12 +350,8 @@ def label_logits(
 
 
 def _chunk(
-    options: LossOptions,
-    head: Float[Array, "vocabulary width"],
-    hidden: Float[Array, "chunk width"],
-    labels: Integer[Array, " chunk"],
-    weights: Float[Array, " chunk"],
-) -> tuple[Float[Array, ""], Float[Array, "chunk vocabulary"]]:
+    options: LossOptions, head: Head, hidden: Hidden, labels: Labels, weights: PerToken
+) -> tuple[Float[Array, ""], Logits]:
     """Returns a chunk's contribution to the loss, and its gradient by the logits, in fp32."""
     logits, slope, is_label, of_label, log_sum = label_logits(options, head, hidden, labels)
     losses = log_sum - of_label + options.z_loss * log_sum**2
@@ -422,12 +415,7 @@ def log_probabilities(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _logs(
-    options: LossOptions,
-    hidden: Float[Array, "tokens width"],
-    head: Float[Array, "vocabulary width"],
-    labels: Integer[Array, " tokens"],
-) -> Float[Array, " tokens"]:
+def _logs(options: LossOptions, hidden: Hidden, head: Head, labels: Labels) -> PerToken:
     """The log-probabilities of all tokens, chunk by chunk."""
 
     def of_chunk(_: None, rows: Any) -> tuple[None, Array]:

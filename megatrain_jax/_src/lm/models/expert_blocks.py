@@ -37,12 +37,21 @@ from megatrain_jax import trace_target
 from megatrain_jax._src.common.kernel_primitives import float0_cotangents
 from megatrain_jax._src.lm.models import grouped_products, kernel_checks
 from megatrain_jax._src.lm.models.moe import (
+    Chosen,
     Expert,
     LowRank,
     Matrix,
+    Shares,
+    Tokens,
     Weights,
     with_low_rank,
 )
+
+Blocks = Float[Array, "turns blocks rows width"]
+Rows = Float[Array, "blocks rows width"]
+Numbers = Int[Array, "turns blocks"]
+Owned = Bool[Array, "turns blocks"]
+Turn = Int[Array, ""]
 
 
 class BlockAssignments(NamedTuple):
@@ -56,7 +65,7 @@ class BlockAssignments(NamedTuple):
 
     slots: Int[Array, " assignments"]
     assignments: Int[Array, " rows"]
-    experts: Int[Array, "turns blocks"]
+    experts: Numbers
 
     def blocks(self, values: Float[Array, "..."], each: int) -> Float[Array, "turns blocks ..."]:
         """Gives each row of the blocks its token's value; a token has `each` assignments.
@@ -72,7 +81,7 @@ class BlockAssignments(NamedTuple):
         return rows[self.slots].reshape(-1, each, *rows.shape[1:])
 
 
-def vmapped_expert(expert: Expert) -> Callable[..., Float[Array, "blocks rows width"]]:
+def vmapped_expert(expert: Expert) -> Callable[..., Rows]:
     """Returns the function of blocks of rows, each with its own matrices."""
     return jax.vmap(lambda rows, weights: expert(rows, weights, _product).by(_product))
 
@@ -148,12 +157,7 @@ _spread.defvjp(_spread_forward, _spread_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _weighted(
-    dtype: Any,
-    out: Float[Array, "turns blocks rows width"],
-    shares: Float[Array, "tokens per_token"],
-    places: BlockAssignments,
-) -> Float[Array, "tokens width"]:
+def _weighted(dtype: Any, out: Blocks, shares: Shares, places: BlockAssignments) -> Tokens:
     """Adds the experts' results of each token, weighted by shares.
 
     Its backward returns the cotangents of rows without their shares, and zeros for the shares: a
@@ -180,11 +184,11 @@ _weighted.defvjp(_weighted_forward, _weighted_backward)
 def _of_group(
     expert: Expert,
     num_groups: int,
-    rows: Float[Array, "turns blocks rows width"],
+    rows: Blocks,
     rows_shares: Float[Array, "turns blocks rows"],
     weights: Weights,
-    experts: Int[Array, "turns blocks"],
-) -> Float[Array, "turns blocks rows width"]:
+    experts: Numbers,
+) -> Blocks:
     """Passes a group's rows through their experts; all remaining rows are zero.
 
     Args:
@@ -240,43 +244,32 @@ def _of_group_backward(expert, num_groups, saved, cotangents):
 _of_group.defvjp(_of_group_forward, _of_group_backward)
 
 
-def _own(
-    weights: Weights, experts: Int[Array, "turns blocks"]
-) -> tuple[Bool[Array, "turns blocks"], Int[Array, "turns blocks"]]:
+def _own(weights: Weights, experts: Numbers) -> tuple[Owned, Numbers]:
     """Whether each block belongs to the group, and its expert's number within it, clipped."""
     size = jax.tree.leaves(weights)[0].shape[0]
     return (0 <= experts) & (experts < size), jnp.clip(experts, 0, size - 1)
 
 
-def _at(values: Array, t: Int[Array, ""]) -> Array:
+def _at(values: Array, t: Turn) -> Array:
     return jax.lax.dynamic_index_in_dim(values, t, keepdims=False)
 
 
-def _set(values: Array, t: Int[Array, ""], new: Array) -> Array:
+def _set(values: Array, t: Turn, new: Array) -> Array:
     # In place within a loop, as a scatter may not be.
     return jax.lax.dynamic_update_index_in_dim(values, new, t, 0)
 
 
-def _own_rows(
-    values: Float[Array, "turns blocks rows width"],
-    t: Int[Array, ""],
-    own: Bool[Array, "turns blocks"],
-) -> Float[Array, "blocks rows width"]:
+def _own_rows(values: Blocks, t: Turn, own: Owned) -> Rows:
     """The group's rows of one turn; all remaining ones are zero."""
     return _where(_at(own, t), _at(values, t))
 
 
-def _where(
-    own: Bool[Array, " blocks"], values: Float[Array, "blocks rows width"]
-) -> Float[Array, "blocks rows width"]:
+def _where(own: Bool[Array, " blocks"], values: Rows) -> Rows:
     return jnp.where(own[:, None, None], values, jnp.zeros((), values.dtype))
 
 
 def _in_turns(
-    own: Bool[Array, "turns blocks"],
-    num_groups: int,
-    turn: Callable[[Int[Array, ""], _Carry], _Carry],
-    start: _Carry,
+    own: Owned, num_groups: int, turn: Callable[[Turn, _Carry], _Carry], start: _Carry
 ) -> _Carry:
     """Carries a value through the turns with blocks of the group.
 
@@ -304,13 +297,7 @@ _MAX_BLOCK = 1024
 _TURN_BYTES = 2**30
 
 
-def mix(
-    x: Float[Array, "tokens width"],
-    chosen: Int[Array, "tokens per_token"],
-    shares: Float[Array, "tokens per_token"],
-    weights: Weights,
-    expert: Expert,
-) -> Float[Array, "tokens width"]:
+def mix(x: Tokens, chosen: Chosen, shares: Shares, weights: Weights, expert: Expert) -> Tokens:
     """Passes each token through its experts and adds their results.
 
     For example, five tokens with one expert each, [1, 0, 1, 1, 0], in blocks of two rows: expert 0
@@ -374,12 +361,8 @@ def mix(
 # rows, which on a GPU takes several times longer than gathering and adds in arbitrary order.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mixed(
-    expert: Expert,
-    x: Float[Array, "tokens width"],
-    shares: Float[Array, "tokens per_token"],
-    weights: Weights,
-    places: BlockAssignments,
-) -> Float[Array, "tokens width"]:
+    expert: Expert, x: Tokens, shares: Shares, weights: Weights, places: BlockAssignments
+) -> Tokens:
     """Passes tokens through their experts and adds the results, weighted by shares."""
 
     def turn(item):

@@ -35,10 +35,13 @@ from jaxtyping import Array, Float, Int
 
 from megatrain_jax._src.common.kernel_primitives import KernelCosts, define, float0_cotangents
 from megatrain_jax._src.lm.models.moe import (
+    Chosen,
     Expert,
     LowRank,
     Matrix,
     Product,
+    Shares,
+    Tokens,
     Weights,
     with_low_rank,
 )
@@ -47,11 +50,11 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 # The kernels' limits. Rows and sizes are padded to multiples.
 LEAST_ROWS, MOST_GROUPS = 128, 512
 ROW_MULTIPLE, SIZE_MULTIPLE = 8, 128
+Sizes = Int[Array, " groups"]
+PerRow = Float[Array, " rows"]
 
 
-def product_within(
-    sizes: Int[Array, " groups"], shares: Float[Array, " rows"] | None = None
-) -> Product:
+def product_within(sizes: Sizes, shares: PerRow | None = None) -> Product:
     """Returns the product of sorted rows and the matrices of their groups.
 
     Args:
@@ -92,8 +95,8 @@ def _missing(size: int) -> int:
 def _product(
     x: Float[Array, "rows a"],
     matrices: Float[Array, "groups b c"],
-    shares: Float[Array, " rows"] | None,
-    sizes: Int[Array, " groups"],
+    shares: PerRow | None,
+    sizes: Sizes,
     out_first: bool,
 ) -> Float[Array, "rows d"]:
     y = _product_p.bind(x, matrices, sizes, out_first=out_first)
@@ -256,7 +259,7 @@ class _Rows(NamedTuple):
         rows: Float[Array, "rows width"],
         shares: Float[Array, "tokens each"] | None,
         each: int,
-    ) -> Float[Array, "tokens width"]:
+    ) -> Tokens:
         """Adds the rows of each token's `each` assignments in fp32, multiplied by shares if given.
 
         One assignment at a time, because XLA would write all gathered rows in fp32 before it
@@ -270,7 +273,7 @@ class _Rows(NamedTuple):
         return total
 
 
-def sort(chosen: Int[Array, "tokens per_token"], num: int) -> _Rows:
+def sort(chosen: Chosen, num: int) -> _Rows:
     """Sorts the assignments of tokens to `num` experts."""
     owner = chosen.reshape(-1)
     size = owner.size
@@ -289,13 +292,7 @@ def sort(chosen: Int[Array, "tokens per_token"], num: int) -> _Rows:
 
 # JAX's own derivative would keep all rows between the products, and scatter gradients of tokens.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixed(
-    expert: Expert,
-    x: Float[Array, "tokens width"],
-    shares: Float[Array, "tokens per_token"],
-    weights: Weights,
-    rows: _Rows,
-) -> Float[Array, "tokens width"]:
+def _mixed(expert: Expert, x: Tokens, shares: Shares, weights: Weights, rows: _Rows) -> Tokens:
     """Passes tokens through their experts and adds the results, weighted by shares."""
     each = shares.shape[1]
     product = product_within(rows.sizes)

@@ -16,9 +16,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from megatrain_jax._src.common import checks
 
-Routed = tuple[
-    Int[Array, "tokens per_token"], Float[Array, "tokens per_token"], Float[Array, "tokens num"]
-]
+Tokens = Float[Array, "tokens width"]
+Chosen = Int[Array, "tokens per_token"]
+Shares = Float[Array, "tokens per_token"]
+Scores = Float[Array, "tokens num"]
+Routed = tuple[Chosen, Shares, Scores]
 """The experts chosen for each token; their shares in fp32; all probabilities in fp32."""
 Tally = Float[Array, "3 num"]
 """A layer's load; see `tally`."""
@@ -58,7 +60,7 @@ class Experts:
             )
 
 
-def route(logits: Float[Array, "tokens num"], experts: Experts) -> Routed:
+def route(logits: Scores, experts: Experts) -> Routed:
     """Chooses the experts of each token.
 
     Args:
@@ -77,12 +79,8 @@ def route(logits: Float[Array, "tokens num"], experts: Experts) -> Routed:
 
 
 def route_biased(
-    scores: Float[Array, "tokens num"],
-    bias: Float[Array, " num"],
-    experts: Experts,
-    *,
-    least: float = 0.0,
-) -> tuple[Int[Array, "tokens per_token"], Float[Array, "tokens per_token"]]:
+    scores: Scores, bias: Float[Array, " num"], experts: Experts, *, least: float = 0.0
+) -> tuple[Chosen, Shares]:
     """Chooses the experts of each token by scores and a bias; their shares are scores alone.
 
     Args:
@@ -101,11 +99,7 @@ def route_biased(
     return chosen, shares
 
 
-def tally(
-    chosen: Int[Array, "tokens per_token"],
-    probabilities: Float[Array, "tokens num"],
-    counted: Bool[Array, " tokens"] | None,
-) -> Tally:
+def tally(chosen: Chosen, probabilities: Scores, counted: Bool[Array, " tokens"] | None) -> Tally:
     """Returns one layer's expert load, to be summed over layers for `balancing_loss`.
 
     Args:

@@ -36,6 +36,9 @@ _CHANNELS = 3
 _PATCHES = "(rows, images, patches, numbers of a patch)"
 _PLACES = "(rows, images, patches, 2)"
 Places = Integer[Array | np.ndarray, "... patches 2"]
+Patches = Float[Array, "images patches numbers"]
+Inside = Bool[Array, "images patches"]
+Squares = Float[Array, "images squares width"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +291,7 @@ class PatchEmbedder(nnx.Module):
         self.input_proj = Linear(config.patch, config.hidden_size, make)
         self.position_embedding_table = make.weight(2, config.sides, config.hidden_size)
 
-    def __call__(self, patches: Float[Array, "images patches numbers"], places: Places) -> Hidden:
+    def __call__(self, patches: Patches, places: Places) -> Hidden:
         """Embeds patches of pixels from 0 to 1."""
         dtype = self.input_proj.weight[...].dtype
         x = self.input_proj((2 * (patches - 0.5)).astype(dtype))
@@ -310,9 +313,7 @@ class PatchAttention(nnx.Module):
         self.o_proj = ClippedLinear(query_size, wide, make, clipped=clipped)
         self.q_norm, self.k_norm = (RMSNorm(self.head_dim, own, make) for _ in range(2))
 
-    def __call__(
-        self, x: Hidden, turns: list[CosSin], inside: Bool[Array, "images patches"]
-    ) -> Hidden:
+    def __call__(self, x: Hidden, turns: list[CosSin], inside: Inside) -> Hidden:
         """Mixes the patches of each image.
 
         Args:
@@ -353,9 +354,7 @@ class Block(nnx.Module):
         self.mlp = ClippedMLP(config, make)
         self.post_feedforward_layernorm = norm()
 
-    def __call__(
-        self, x: Hidden, turns: list[CosSin], inside: Bool[Array, "images patches"]
-    ) -> Hidden:
+    def __call__(self, x: Hidden, turns: list[CosSin], inside: Inside) -> Hidden:
         """Returns the block's result; see `PatchAttention`."""
         y = self.self_attn(self.input_layernorm(x), turns, inside)
         x = x + self.post_attention_layernorm(y)
@@ -376,9 +375,7 @@ class Tower(nnx.Module):
             self.std_bias = Buffer(jnp.zeros(config.hidden_size))
             self.std_scale = Buffer(jnp.ones(config.hidden_size))
 
-    def __call__(
-        self, patches: Float[Array, "images patches numbers"], places: Places
-    ) -> Float[Array, "images squares width"]:
+    def __call__(self, patches: Patches, places: Places) -> Squares:
         """Returns the vectors of each image, row by row, followed by unused vectors."""
         inside, at = jnp.all(places >= 0, axis=-1), jnp.maximum(places, 0)
         x = self.patch_embedder(patches, at)
@@ -393,9 +390,7 @@ class Tower(nnx.Module):
             pooled = (pooled - bias.astype(jnp.float32)) * scale.astype(jnp.float32)
         return pooled.astype(x.dtype)
 
-    def means(
-        self, x: Hidden, inside: Bool[Array, "images patches"], at: Places
-    ) -> Float[Array, "images squares width"]:
+    def means(self, x: Hidden, inside: Inside, at: Places) -> Squares:
         """Returns the mean of each square of patches."""
         merge = self.config.merge
         row, column = at[..., 1] // merge, at[..., 0] // merge
@@ -414,8 +409,6 @@ class Projector(nnx.Module):
         self.eps = config.norm_eps
         self.embedding_projection = Linear(config.hidden_size, decoder.hidden_size, make)
 
-    def __call__(
-        self, x: Float[Array, "images squares width"]
-    ) -> Float[Array, "images squares wide"]:
+    def __call__(self, x: Squares) -> Float[Array, "images squares wide"]:
         """Returns the vectors of each image."""
         return self.embedding_projection(rms_normalized(x, self.eps).astype(x.dtype))

@@ -49,6 +49,9 @@ _NAMES = (
 _EPS = 1e-6
 Hidden = Float[Array, "rows patches width"]
 Vectors = Float[Array, "rows squares wide"]
+Patches = Float[Array, "rows patches numbers"]
+PerPatch = Int[Array, "rows patches"]
+PerSquare = Int[Array, "rows squares"]
 
 
 class Squares(NamedTuple):
@@ -65,13 +68,13 @@ class Squares(NamedTuple):
         width: Squares along its width; 1 for padding.
     """
 
-    image: Int[Array, "rows squares"]
-    time: Int[Array, "rows squares"]
+    image: PerSquare
+    time: PerSquare
     seconds: Float[Array, "rows squares"]
-    row: Int[Array, "rows squares"]
-    column: Int[Array, "rows squares"]
-    height: Int[Array, "rows squares"]
-    width: Int[Array, "rows squares"]
+    row: PerSquare
+    column: PerSquare
+    height: PerSquare
+    width: PerSquare
 
 
 def squares_of(
@@ -104,7 +107,7 @@ def squares_of(
     return Squares(image, time, seconds, inside // width, inside % width, height, width)
 
 
-def windows_of(squares: Squares, size: int) -> Int[Array, "rows squares"]:
+def windows_of(squares: Squares, size: int) -> PerSquare:
     """Returns the number of each square's window; numbers ascend with those of images.
 
     Args:
@@ -464,7 +467,7 @@ class PatchEmbedding(nnx.Module):
         """Makes the parameters."""
         self.proj = Convolution(config, make)
 
-    def __call__(self, patches: Float[Array, "rows patches numbers"]) -> Hidden:
+    def __call__(self, patches: Patches) -> Hidden:
         """Embeds patches."""
         weight, bias = self.proj.weight[...], self.proj.bias
         matrix = weight.reshape(weight.shape[0], -1)
@@ -481,9 +484,7 @@ class PatchAttention(nnx.Module):
         self.qkv = Linear(wide, 3 * wide, make, bias=True)
         self.proj = Linear(wide, wide, make, bias=True)
 
-    def __call__(
-        self, x: Hidden, turned: CosSin, segments: Int[Array, "rows patches"], most: int | None
-    ) -> Hidden:
+    def __call__(self, x: Hidden, turned: CosSin, segments: PerPatch, most: int | None) -> Hidden:
         """Mixes the patches of each segment, of which none has more than `most`."""
         q, k, v = jnp.moveaxis(self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, -1), 2, 0)
         mixed = full_attention(rotate(q, turned), rotate(k, turned), v, segments, most)
@@ -500,9 +501,7 @@ class Block(nnx.Module):
         self.norm2 = make_norm(config.hidden_size, config, make)
         self.mlp = MLP(config, make) if config.norm == "rms" else BiasedMLP(config, make)
 
-    def __call__(
-        self, x: Hidden, turned: CosSin, segments: Int[Array, "rows patches"], most: int | None
-    ) -> Hidden:
+    def __call__(self, x: Hidden, turned: CosSin, segments: PerPatch, most: int | None) -> Hidden:
         """Returns the block's result."""
         x = x + self.attn(self.norm1(x), turned, segments, most)
         return x + self.mlp(self.norm2(x))
@@ -519,9 +518,7 @@ class Tower(nnx.Module):
             self.pos_embed = Embedding(config.side**2, config.hidden_size, make)
         self.blocks = nnx.List([Block(own, make) for _ in range(config.num_layers)])
 
-    def __call__(
-        self, patches: Float[Array, "rows patches numbers"], squares: Squares
-    ) -> list[Hidden]:
+    def __call__(self, patches: Patches, squares: Squares) -> list[Hidden]:
         """Returns the hidden states after the last block, and after the blocks in `deep`."""
         config, each = self.config, self.config.merge**2
         parts = np.divmod(np.arange(each), config.merge)
@@ -622,9 +619,7 @@ class QwenVision(nnx.Module):
         self.tower = Tower(config, own, make)
         self.projector = Projector(config, own, make)
 
-    def __call__(
-        self, patches: Float[Array, "rows patches numbers"], squares: Squares
-    ) -> list[Vectors]:
+    def __call__(self, patches: Patches, squares: Squares) -> list[Vectors]:
         """Returns the vectors of all squares, and those to be added to the first layers' results.
 
         With windows, patches are in the order of windows within the tower.
@@ -644,9 +639,7 @@ class QwenVision(nnx.Module):
         back = jnp.argsort(order, axis=1)
         return [ordered(x, back) for x in self._merged(patches, squares)]
 
-    def _merged(
-        self, patches: Float[Array, "rows patches numbers"], squares: Squares
-    ) -> list[Vectors]:
+    def _merged(self, patches: Patches, squares: Squares) -> list[Vectors]:
         mergers = [self.projector.merger, *self.projector.deepstack_merger_list]
         hidden = self.tower(patches, squares)
         return [merge(x) for merge, x in zip(mergers, hidden, strict=True)]

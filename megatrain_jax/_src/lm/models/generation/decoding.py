@@ -36,6 +36,12 @@ from megatrain_jax._src.lm.models.generation.caches import (
 from megatrain_jax._src.lm.models.generation.weight_source import LayerForm, ModelForm, WeightSource
 from megatrain_jax._src.lm.models.rotary import Rope, Rotation, rotation
 
+Logits = Float[Array, "rows vocab_size"]
+PerRow = Int[Array, " rows"]
+Hidden = Float[Array, "rows 1 width"]
+Tokens = Int[Array, "rows length"]
+NewRows = Int[Array, " new"]
+
 
 def check_sampling(top_p: Any, top_k: Any, min_p: Any, repetition_penalty: Any) -> None:
     """Checks options of sampling; see `models.generate`.
@@ -111,9 +117,9 @@ class SampledTokens(NamedTuple):
 
 
 def choose(
-    logits: Float[Array, "rows vocab_size"],
+    logits: Logits,
     sampling_params: SamplingParams,
-    draws: tuple[Int[Array, " rows"], ...],
+    draws: tuple[PerRow, ...],
     sampling_kind: SamplingKind,
     seen: Bool[Array, "rows vocab_size"] | None = None,
 ) -> SampledTokens:
@@ -153,11 +159,7 @@ def _penalised(scores: Array, seen: Array, penalty: Any) -> Array:
     return jnp.where(seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
-def warp(
-    logits: Float[Array, "rows vocab_size"],
-    sampling_params: SamplingParams,
-    sampling_kind: SamplingKind,
-) -> Float[Array, "rows vocab_size"]:
+def warp(logits: Logits, sampling_params: SamplingParams, sampling_kind: SamplingKind) -> Logits:
     """Returns the logits of the distribution that is drawn from.
 
     They are changed by temperature, top-k, top-p and min-p, in this order, which is Transformers',
@@ -182,7 +184,7 @@ def warp(
     return scores
 
 
-def _at(values: Float[Array, "rows vocab_size"], tokens: Int[Array, " rows"]) -> Array:
+def _at(values: Logits, tokens: PerRow) -> Array:
     return jnp.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
 
 
@@ -212,16 +214,16 @@ class TextRows(NamedTuple):
         beams: The texts of beam search; None without one.
     """
 
-    tokens: Int[Array, " rows"]
-    positions: Int[Array, " rows"]
+    tokens: PerRow
+    positions: PerRow
     active: Bool[Array, " rows"]
-    written: Int[Array, " rows"]
-    limits: Int[Array, " rows"]
-    pauses: Int[Array, " rows"]
+    written: PerRow
+    limits: PerRow
+    pauses: PerRow
     stopped: Bool[Array, " rows"]
-    prompts: Int[Array, " rows"]
-    samples: Int[Array, " rows"]
-    advances: Int[Array, " rows"]
+    prompts: PerRow
+    samples: PerRow
+    advances: PerRow
     seen: Bool[Array, "rows tokens"]
     beams: Beams | None = None
 
@@ -237,9 +239,7 @@ def empty_rows(number: int, num_seen: int, beams: Any = None) -> TextRows:
 
 
 def rotations(
-    ropes: Iterable[Rope | None],
-    positions: Int[Array, "rows length *pairs"],
-    lengths: Int[Array, " rows"],
+    ropes: Iterable[Rope | None], positions: Int[Array, "rows length *pairs"], lengths: PerRow
 ) -> dict[Rope | None, Rotation | None]:
     """Returns the rotary embedding of some positions, for each kind of layer.
 
@@ -264,11 +264,7 @@ def rotations(
 
 
 def begin(
-    form: ModelForm,
-    ends: Any,
-    tokens: Int[Array, "rows length"],
-    positions: Int[Array, "rows length"],
-    images: dict[str, Array],
+    form: ModelForm, ends: Any, tokens: Tokens, positions: Tokens, images: dict[str, Array]
 ) -> tuple[Placed, list[Any]]:
     """Returns what the first layer reads, and the values that layers pass on beside it.
 
@@ -286,9 +282,7 @@ def begin(
     return placed, [] if model.config.memory is None else [model.memory(tokens, placed.x)]
 
 
-def finish(
-    form: ModelForm, ends: Any, x: Float[Array, "rows 1 width"], handed: list[Any]
-) -> Float[Array, "rows vocab_size"]:
+def finish(form: ModelForm, ends: Any, x: Hidden, handed: list[Any]) -> Logits:
     """Returns the logits of one token per row, from the last layer's results."""
     model = nnx.merge(form.ends, ends)
     return model.logits_of(model.finish(x, *handed))[:, 0]
@@ -300,7 +294,7 @@ def read_layer(
     x: Array,
     turn: Rotation | None,
     handed: list[Any],
-    lengths: Int[Array, " rows"],
+    lengths: PerRow,
     images: Any,
     added: Any,
 ) -> tuple[Array, list[Any], Any]:
@@ -352,8 +346,8 @@ def read_prompts(
     form: ModelForm,
     ends: Any,
     layers: list[Any],
-    tokens: Int[Array, "rows length"],
-    lengths: Int[Array, " rows"],
+    tokens: Tokens,
+    lengths: PerRow,
     images: dict[str, Array],
 ) -> list[Any]:
     """Returns the caches of prompts, without each one's last token.
@@ -385,7 +379,7 @@ def _of_layers(form: ModelForm, added: Iterable[Array]) -> list[Array | None]:
 
 def write_token(
     form: ModelForm, ends: Any, layers: list[Any], caches: list[Any], rows: TextRows
-) -> tuple[Float[Array, "rows vocab_size"], list[Any]]:
+) -> tuple[Logits, list[Any]]:
     """Returns the logits of each row's next token, and the caches with its last one."""
     positions = (rows.positions + rows.advances)[:, None]
     turns = rotations([layer.rope for layer in form.layers], positions, positions[:, 0] + 1)
@@ -460,7 +454,7 @@ def sample(
     form: ModelForm,
     sampling_kind: SamplingKind,
     ends: Any,
-    x: Float[Array, "rows 1 width"],
+    x: Hidden,
     handed: list[Any],
     sampling_params: SamplingParams,
     rows: TextRows,
@@ -502,18 +496,13 @@ def write_tokens(
     return caches, rows, written
 
 
-def admitted_rows(cache: Any, at: Int[Array, " new"], read: Any, source: Int[Array, " new"]) -> Any:
+def admitted_rows(cache: Any, at: NewRows, read: Any, source: NewRows) -> Any:
     """Returns a layer's cache with some new rows; see `admitted`."""
     return with_rows(cache, at, rows_of(read, source))
 
 
 def admitted(
-    caches: list[Any],
-    rows: TextRows,
-    at: Int[Array, " new"],
-    read: list[Any],
-    source: Int[Array, " new"],
-    new: TextRows,
+    caches: list[Any], rows: TextRows, at: NewRows, read: list[Any], source: NewRows, new: TextRows
 ) -> tuple[list[Any], TextRows]:
     """Returns caches and rows with some new texts.
 
