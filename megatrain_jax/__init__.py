@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from megatrain_jax import models as models
     from megatrain_jax import objectives as objectives
     from megatrain_jax._src.engine.checkpoint.folder import CheckpointError
-    from megatrain_jax._src.engine.comparing import compare_plans
     from megatrain_jax._src.engine.fit import fit, train
     from megatrain_jax._src.engine.history import History
     from megatrain_jax._src.engine.load import load
     from megatrain_jax._src.engine.options.precision import Precision
-    from megatrain_jax._src.engine.planning import plan
+    from megatrain_jax._src.engine.planning import compare_plans, plan
     from megatrain_jax._src.engine.program.trace_target import TraceTarget, trace_target
     from megatrain_jax._src.engine.report.comparison import PlanComparison, PlanRow
     from megatrain_jax._src.engine.report.plan import GroupRow, Plan, TileRow
@@ -72,12 +71,11 @@ __all__ = [
 
 _NAMES = {
     "engine.checkpoint.folder": "CheckpointError",
-    "engine.comparing": "compare_plans",
     "engine.fit": "fit train",
     "engine.history": "History",
     "engine.load": "load",
     "engine.options.precision": "Precision",
-    "engine.planning": "plan",
+    "engine.planning": "compare_plans plan",
     "engine.program.trace_target": "TraceTarget trace_target",
     "engine.report.comparison": "PlanComparison PlanRow",
     "engine.report.plan": "GroupRow Plan TileRow",

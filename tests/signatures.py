@@ -31,7 +31,7 @@ CALLS: list[tuple[str, str, dict[str, str | None]]] = [
     ("engine/fit.py", "fit", {"LoopOptions": None, "Options": "Trainer"}),
     ("engine/fit.py", "train", {"LoopOptions": "fit"}),
     ("engine/planning.py", "plan", {"Options": "Trainer", "MachineOptions": None}),
-    ("engine/comparing.py", "compare_plans", {"Options": "plan", "MachineOptions": "plan"}),
+    ("engine/planning.py", "compare_plans", {"Options": "plan", "MachineOptions": "plan"}),
 ]
 _WIDTH = 100
 

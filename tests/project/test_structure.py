@@ -31,7 +31,7 @@ ENGINE = (
     "run_state",
     "trainer",
     "train planning distributed",
-    "fit comparing",
+    "fit",
 )
 LM = (
     "common cross_entropy",

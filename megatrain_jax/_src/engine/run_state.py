@@ -24,11 +24,10 @@ from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.adapt.loss_function import Prediction, check_loss, name_of
 from megatrain_jax._src.engine.checkpoint import places
-from megatrain_jax._src.engine.checkpoint.claim import UnownedWorkspace
 from megatrain_jax._src.engine.checkpoint.contents import EMA, EMA_COUNT, coding_of, entries_of
 from megatrain_jax._src.engine.checkpoint.folder import in_all_processes, parsed_path
 from megatrain_jax._src.engine.checkpoint.restore import check, load
-from megatrain_jax._src.engine.checkpoint.save import Saving
+from megatrain_jax._src.engine.checkpoint.save import Saving, UnownedWorkspace
 from megatrain_jax._src.engine.checkpoint.saved_settings import converted, saved_settings
 from megatrain_jax._src.engine.checkpoint.workspace import Workspace
 from megatrain_jax._src.engine.history import History, as_json, weighted_means

@@ -58,6 +58,7 @@ from megatrain_jax._src.engine.spec.host import (
     check_host,
     fit_to_host,
     peak_bytes,
+    pooled_bytes,
     process_base_bytes,
     state_bytes,
     within_pinned,
@@ -73,7 +74,6 @@ from megatrain_jax._src.engine.spec.microbatches import (
     chooses_microbatches_or_waves,
     fit_with_microbatches,
 )
-from megatrain_jax._src.engine.spec.pooled import pooled_bytes
 from megatrain_jax._src.engine.spec.rescheduled import run_with_all_waves
 from megatrain_jax._src.engine.spec.run_spec import RunSpec, distinct_facts
 from megatrain_jax._src.engine.spec.state_choice import choose_state, copied, shared_because

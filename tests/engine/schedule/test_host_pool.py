@@ -22,9 +22,8 @@ from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.search import find_schedule
 from megatrain_jax._src.engine.schedule.tasks import build_task_lists
 from megatrain_jax._src.engine.schedule.transient_host_bytes import in_flight_bytes
-from megatrain_jax._src.engine.spec import pooled as pooled_module
-from megatrain_jax._src.engine.spec.host import host_process, peak_bytes
-from megatrain_jax._src.engine.spec.pooled import pooled_bytes
+from megatrain_jax._src.engine.spec import host
+from megatrain_jax._src.engine.spec.host import host_process, peak_bytes, pooled_bytes
 from megatrain_jax._src.engine.state import pool
 from optimizers import OPTIMIZERS
 from runs import make_spec
@@ -222,7 +221,7 @@ def test_each_process_has_the_pool_of_its_own_devices():
 def test_the_arrays_of_parts_are_those_of_the_schedule(options, monkeypatch):
     """Their bytes add up to the part's in the workload for which the schedule was made."""
     seen = set()
-    real = pooled_module.bytes_with_gaps
+    real = host.bytes_with_gaps
 
     def simulated(lists, schedule, arrays):
         workload = lists.workload
@@ -235,7 +234,7 @@ def test_the_arrays_of_parts_are_those_of_the_schedule(options, monkeypatch):
         assert {key for key in keys if key.kind in PASSING} <= ended
         return real(lists, schedule, arrays)
 
-    monkeypatch.setattr(pooled_module, "bytes_with_gaps", simulated)
+    monkeypatch.setattr(host, "bytes_with_gaps", simulated)
     plan, spec = planned(monkeypatch, **options)
     kinds = {kind for kind, _ in seen}
     assert {Kind.MASTERS, Kind.OPTIMIZER_STATE} <= kinds

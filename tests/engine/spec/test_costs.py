@@ -21,10 +21,14 @@ from megatrain_jax._src.engine.program.flops import count_flops, is_float32_prod
 from megatrain_jax._src.engine.report.make_plan import _optimizer_flops, make_plan
 from megatrain_jax._src.engine.schedule.least_time import computing_seconds
 from megatrain_jax._src.engine.schedule.workload import Costs
-from megatrain_jax._src.engine.spec.costs import batch_seconds, find_costs
+from megatrain_jax._src.engine.spec.costs import (
+    batch_seconds,
+    extra_traffic_seconds,
+    find_costs,
+    stage_traffic,
+)
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
-from megatrain_jax._src.engine.spec.traffic import extra_traffic_seconds, stage_traffic
 from megatrain_jax._src.engine.spec.work import Work
 from megatrain_jax._src.engine.state.hardware import card
 from messages import tells

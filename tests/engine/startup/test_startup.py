@@ -21,7 +21,7 @@ from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.kernels.kernel import Kernel
 from megatrain_jax._src.engine.runtime.fill import ReadAhead, fill_store, initial_kernels
 from megatrain_jax._src.engine.runtime.store import Store
-from megatrain_jax._src.engine.spec.pooled import pooled_bytes
+from megatrain_jax._src.engine.spec.host import pooled_bytes
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.state import pool
 from megatrain_jax._src.engine.state.hardware import card

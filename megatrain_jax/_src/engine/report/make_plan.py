@@ -27,9 +27,8 @@ from megatrain_jax._src.engine.schedule.tasks import build_task_lists
 from megatrain_jax._src.engine.schedule.workload import Workload
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
 from megatrain_jax._src.engine.spec.budget import least_device_bytes, uncounted_activation_bytes
-from megatrain_jax._src.engine.spec.host import host_process, peak_bytes
+from megatrain_jax._src.engine.spec.host import host_process, peak_bytes, pooled_bytes
 from megatrain_jax._src.engine.spec.indivisible_arrays import indivisible_arrays
-from megatrain_jax._src.engine.spec.pooled import pooled_bytes
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.engine.state.hardware import summing_bytes

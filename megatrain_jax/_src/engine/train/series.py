@@ -8,7 +8,6 @@ from typing import Any
 from megatrain_jax._src.common.object_paths import UNFINISHED, AnyPath
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.checkpoint import folder, manifest, orbax, places
-from megatrain_jax._src.engine.checkpoint.claim import UnownedWorkspace, claim_workspace
 from megatrain_jax._src.engine.checkpoint.folder import (
     CheckpointError,
     OtherFormatError,
@@ -16,7 +15,7 @@ from megatrain_jax._src.engine.checkpoint.folder import (
     in_all_processes,
     in_first_process,
 )
-from megatrain_jax._src.engine.checkpoint.save import Saving
+from megatrain_jax._src.engine.checkpoint.save import Saving, UnownedWorkspace, claim_workspace
 from megatrain_jax._src.engine.checkpoint.workspace import Workspace
 from megatrain_jax._src.engine.state.processes import PeerEndedError, Processes
 from megatrain_jax._src.engine.trainer import Trainer
