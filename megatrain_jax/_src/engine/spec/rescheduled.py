@@ -29,9 +29,11 @@ def with_recomputed_spans(
     Of each `span` blocks, all but one run their forward again before their backward. `num_bytes`
     is the size of the activations to save by this; see `recomputed_stages`.
     """
-    workload = workload_with_recomputed_spans(step, span, num_bytes)
-    selective = step.selective and _computing_again(step.selective, workload.again)
-    return _rescheduled(step, workload, selective, device_budget, host_room)
+    stages = [bound.stage for bound in step.stages]
+    again = recomputed_stages(step.workload, stages, span, num_bytes)
+    return _rescheduled(
+        step, lambda workload: _computing_again(workload, again), device_budget, host_room
+    )
 
 
 def with_state_on_disk(
@@ -46,44 +48,45 @@ def with_state_on_disk(
     See `Workload` for `on_disk` and `again`, and `bind_step`.
     """
 
-    def of(workload: Workload) -> Workload:
+    def on_disks(workload: Workload) -> Workload:
         return dataclasses.replace(workload, on_disk=on_disk, again=again)
 
-    selective = step.selective and of(step.selective)
-    return _rescheduled(step, of(step.workload), selective, device_budget, host_room)
+    return _rescheduled(step, on_disks, device_budget, host_room)
 
 
 def with_disks(step: BoundStep, link: DiskLink) -> BoundStep:
     """A training step, nothing of which is on disks, with the rates of other disks."""
-
-    def of(workload: Workload) -> Workload:
-        return dataclasses.replace(workload, costs=dataclasses.replace(workload.costs, disk=link))
-
-    selective = step.selective and of(step.selective)
-    return dataclasses.replace(step, workload=of(step.workload), selective=selective)
+    return _with_costs(step, lambda costs: dataclasses.replace(costs, disk=link))
 
 
 def in_waves(step: BoundStep, waves: int, device_budget: int | None) -> BoundStep:
     """A training step in a different number of waves, a divisor of the microbatches."""
-    workload, selective = (
-        step.workload.in_waves(waves),
-        step.selective and step.selective.in_waves(waves),
+    return _rescheduled(step, lambda workload: workload.in_waves(waves), device_budget, math.inf)
+
+
+def _with_workload(step: BoundStep, changed: Callable[[Workload], Workload]) -> BoundStep:
+    """A step with its workload changed, with all residuals and with only the costliest."""
+    selective = step.selective and changed(step.selective)
+    return dataclasses.replace(step, workload=changed(step.workload), selective=selective)
+
+
+def _with_costs(step: BoundStep, changed: Callable[[Costs], Costs]) -> BoundStep:
+    """A step with the same computations and new costs."""
+    return _with_workload(
+        step, lambda workload: dataclasses.replace(workload, costs=changed(workload.costs))
     )
-    return _rescheduled(step, workload, selective, device_budget, math.inf)
 
 
 def _rescheduled(
     step: BoundStep,
-    workload: Workload,
-    selective: Workload | None,
+    changed: Callable[[Workload], Workload],
     device_budget: int | None,
     host_room: float,
 ) -> BoundStep:
-    """A training step with a new schedule for a new workload."""
-    schedule = find_schedule(workload, device_budget, selective, host_room)
-    return _with_schedule(
-        dataclasses.replace(step, workload=workload, selective=selective), schedule
-    )
+    """A training step with a new schedule for its changed workload."""
+    found = _with_workload(step, changed)
+    schedule = find_schedule(found.workload, device_budget, found.selective, host_room)
+    return _with_schedule(found, schedule)
 
 
 def _with_schedule(step: BoundStep, schedule: Schedule, *, training: bool = True) -> BoundStep:
@@ -133,7 +136,9 @@ def by_measured_seconds(
             delay=delay,
         )
 
-    return _with_costs(step, measured, device_budget, host_room)
+    found = _with_costs(step, measured)
+    schedule = reschedule(found.scheduled, step.schedule, device_budget, host_room)
+    return _with_schedule(found, schedule)
 
 
 def by_measured_link(step: BoundStep, link: Link, device_budget: int | None) -> BoundStep:
@@ -146,31 +151,8 @@ def by_measured_link(step: BoundStep, link: Link, device_budget: int | None) -> 
         link: The link to the host.
         device_budget: See `bind_step`.
     """
-
-    def measured(costs: Costs) -> Costs:
-        return dataclasses.replace(costs, link=link)
-
-    return _with_costs(step, measured, device_budget, 0.0)
-
-
-def _with_costs(
-    step: BoundStep,
-    changed: Callable[[Costs], Costs],
-    device_budget: int | None,
-    host_room: float,
-) -> BoundStep:
-    """A training step with the same computations and new costs; see `reschedule`."""
-
-    def with_new_costs(workload: Workload) -> Workload:
-        return dataclasses.replace(workload, costs=changed(workload.costs))
-
-    workload, selective = (
-        with_new_costs(step.workload),
-        step.selective and with_new_costs(step.selective),
-    )
-    found = dataclasses.replace(step, workload=workload, selective=selective)
-    schedule = reschedule(found.scheduled, step.schedule, device_budget, host_room)
-    return _with_schedule(found, schedule)
+    found = _with_costs(step, lambda costs: dataclasses.replace(costs, link=link))
+    return _with_schedule(found, reschedule(found.scheduled, step.schedule, device_budget, 0.0))
 
 
 def workload_with_recomputed_spans(
