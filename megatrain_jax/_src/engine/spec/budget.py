@@ -258,24 +258,21 @@ def fit_new_shape_to_device(
     return divided
 
 
+@dataclasses.dataclass(eq=False)
 class _Fitting:
-    """Fits a run to its device and its host, without cutting its blocks further."""
+    """Fits a run to its device and its host, without cutting its blocks further.
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        tiles: TileFinder,
-        device_bytes: int | None,
-        to_host: Callable[[RunSpec], RunSpec],
-        reserved: int | None = None,
-    ):
-        """See `fit_to_machine`, and `with_temporaries` for the reserved bytes."""
-        self._spec, self._tiles, self._device_bytes = spec, tiles, device_bytes
-        self._kernels, self._placement = tiles.cache, tiles.placement
-        self._to_host, self._reserved = to_host, reserved
-        self._budgets: dict[int, tuple[int | None, Schedule]] = {}
-        self._on_host: dict[int, RunSpec] = {}
-        self._least = 0  # bytes that functions need in any tiles
+    See `fit_to_machine`, and `with_temporaries` for the reserved bytes.
+    """
+
+    _spec: RunSpec
+    _tiles: TileFinder
+    _device_bytes: int | None
+    _to_host: Callable[[RunSpec], RunSpec]
+    _reserved: int | None = None
+    _budgets: dict[int, tuple[int | None, Schedule]] = dataclasses.field(default_factory=dict)
+    _on_host: dict[int, RunSpec] = dataclasses.field(default_factory=dict)
+    _least: float = 0  # bytes that functions need in any tiles
 
     def to_machine(self, *, smaller_tiles: bool = True) -> RunSpec:
         """The run fitted to its device, then to its host if it fits the device.
@@ -404,9 +401,9 @@ class _Fitting:
     def _of_groups(self) -> int:
         """Bytes that the functions of all groups need; they depend on no schedule."""
         spec, first = self._spec, self._spec.first
-        rows = numbered_kernels(first, spec.layouts, spec.optimizer, self._placement)
+        rows = numbered_kernels(first, spec.layouts, spec.optimizer, self._tiles.placement)
         of_groups = [kernel for op, _, kernel in rows if op in (Op.REDUCE, Op.UPDATE)]
-        return self._kernels.estimate(of_groups) if of_groups else 0
+        return self._tiles.cache.estimate(of_groups) if of_groups else 0
 
 
 def is_better(other: RunSpec, simpler: RunSpec) -> bool:
