@@ -9,14 +9,7 @@ from typing import Any, Literal
 
 from megatrain_jax import FitResult, StopTraining, Trainer
 from megatrain_jax._src.callbacks.callback import Callback
-from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.object_paths import (
-    AnyPath,
-    ObjectPath,
-    discard,
-    path_of,
-    workspace_of,
-)
+from megatrain_jax._src.common import checks, object_paths
 from megatrain_jax._src.common.outside import parsed_json
 from megatrain_jax._src.common.suggestions import did_you_mean
 
@@ -229,16 +222,16 @@ class KeepBest(Callback):
             ValueError: If an argument is out of range, the metric is not of evaluations, or `mode`
                 is "auto" and the metric's name doesn't tell.
         """
-        self._folder = path_of(checks.path("folder", folder))
+        self._folder = object_paths.path_of(checks.path("folder", folder))
         self.own_checkpoints = self._folder
         self._best, self.metric = _Best(metric, mode, min_delta), metric
         if not metric.startswith(_EVAL_PREFIX):
             reason = "without an evaluation, the trainer may be a step ahead of the record"
             raise ValueError(f'`metric`={metric!r} must be of an evaluation, "eval_...": {reason}')
-        self._saving: tuple[AnyPath, Any] | None = None
+        self._saving: tuple[object_paths.AnyPath, Any] | None = None
 
     @property
-    def path(self) -> AnyPath | None:
+    def path(self) -> object_paths.AnyPath | None:
         """The newest complete checkpoint; None before the first."""
         steps = self._steps()
         return self._folder / str(steps[-1]) if steps else None
@@ -307,7 +300,7 @@ class KeepBest(Callback):
     def _remove(self, trainer: Trainer, steps: list[int]) -> None:
         if trainer.processes.is_first:
             for path in (self._folder / str(step) for step in steps):
-                if isinstance(path, ObjectPath):
-                    discard(path, workspace_of(path), _MANIFEST)
+                if isinstance(path, object_paths.ObjectPath):
+                    object_paths.discard(path, object_paths.workspace_of(path), _MANIFEST)
                 else:
                     shutil.rmtree(path)

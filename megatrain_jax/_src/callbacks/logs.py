@@ -20,23 +20,14 @@ from typing import Any
 import jax
 
 from megatrain_jax import FitResult
-from megatrain_jax._src.callbacks.callback import (
-    Log,
-    Rows,
-    TextFile,
-    as_markdown,
-    as_text,
-    finite_or_none,
-    needing_extra,
-    replace_file,
-)
+from megatrain_jax._src.callbacks import callback
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import as_value_errors, integer, naming, parsed_json
 from megatrain_jax._src.common.suggestions import did_you_mean
 from megatrain_jax._src.common.unfinished import naming_file
 
 
-class CSVLog(Log):
+class CSVLog(callback.Log):
     """Writes the records to a CSV file: a header, and a row for each step.
 
     A run that continues from a checkpoint continues the file: rows of later steps, left by a killed
@@ -65,7 +56,7 @@ class CSVLog(Log):
             TypeError: If `path` is not a path.
         """
         self._path = Path(checks.path("path", path))
-        self._texts = TextFile(self._path)
+        self._texts = callback.TextFile(self._path)
         self._columns: list[str] = []
         self._last_step = 0
 
@@ -99,7 +90,7 @@ class CSVLog(Log):
         with naming_file(self._path), self._path.open("a", encoding="utf-8", newline="") as file:
             file.write(line)
 
-    def _write_table(self, step: int, name: str, rows: Rows) -> None:
+    def _write_table(self, step: int, name: str, rows: callback.Rows) -> None:
         self._texts.add(step, name, rows)
 
     def _rows(self) -> list[list[str]]:
@@ -113,10 +104,10 @@ class CSVLog(Log):
 
     def _rewrite(self, rows: Iterable[Sequence[object]]) -> None:
         header = [self._columns] if self._columns else []
-        replace_file(self._path, map(_line, (*header, *rows)))
+        callback.replace_file(self._path, map(_line, (*header, *rows)))
 
 
-class JSONLog(Log):
+class JSONLog(callback.Log):
     """Writes the records to a file of lines, each a JSON object (JSONL).
 
     A run that continues from a checkpoint continues the file: lines of later steps, left by a
@@ -134,7 +125,7 @@ class JSONLog(Log):
             TypeError: If `path` is not a path.
         """
         self._path = Path(checks.path("path", path))
-        self._texts = TextFile(self._path)
+        self._texts = callback.TextFile(self._path)
         self._last_step = 0
 
     def _open(self, num_steps: int) -> None:
@@ -146,7 +137,7 @@ class JSONLog(Log):
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         kept = [line for line in lines if _step_of(line, self._path) <= num_steps]
         if len(kept) < len(lines) or not kept:
-            replace_file(self._path, (line + "\n" for line in kept))
+            callback.replace_file(self._path, (line + "\n" for line in kept))
         self._last_step = _step_of(kept[-1], self._path) if kept else 0
 
     def _write(self, step: int, values: dict[str, float]) -> None:
@@ -155,9 +146,9 @@ class JSONLog(Log):
             self._keep(step - 1)
         self._last_step = step
         with naming_file(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **finite_or_none(values)}) + "\n")
+            file.write(json.dumps({"step": step, **callback.finite_or_none(values)}) + "\n")
 
-    def _write_table(self, step: int, name: str, rows: Rows) -> None:
+    def _write_table(self, step: int, name: str, rows: callback.Rows) -> None:
         self._texts.add(step, name, rows)
 
 
@@ -185,7 +176,7 @@ def _line(cells: Iterable[object]) -> str:
 _STATUS = {"done": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
 
-class MLflow(Log):
+class MLflow(callback.Log):
     """Logs the records to an MLflow run, and the run's end as status and tag.
 
     Samples are artifacts, one text per evaluation. Needs `pip install "megatrain-jax[mlflow]"`.
@@ -221,7 +212,7 @@ class MLflow(Log):
         checks.instance("experiment", experiment, str, "a str")
         for name, value in given.items():
             checks.instance(name, value, str | None, "a str")
-        with needing_extra("mlflow"):
+        with callback.needing_extra("mlflow"):
             from mlflow import MlflowClient
             from mlflow.entities import Metric
         with as_value_errors(f"MLflow can't use `tracking_uri`={tracking_uri}"):
@@ -248,8 +239,10 @@ class MLflow(Log):
         metrics = [self._metric(name, value, now, step) for name, value in finite.items()]
         self._client.log_batch(self._known, metrics=metrics)
 
-    def _write_table(self, step: int, name: str, rows: Rows) -> None:
-        self._client.log_text(self._known, as_text(step, name, rows), f"{name}/step-{step}.txt")
+    def _write_table(self, step: int, name: str, rows: callback.Rows) -> None:
+        self._client.log_text(
+            self._known, callback.as_text(step, name, rows), f"{name}/step-{step}.txt"
+        )
 
     def _close(self, result: FitResult) -> None:
         self._client.set_tag(self._known, "ended", f"{result.ended}: {result.reason}")
@@ -261,7 +254,7 @@ class MLflow(Log):
         return self.run_id
 
 
-class TensorBoard(Log):
+class TensorBoard(callback.Log):
     """Writes the records for TensorBoard: a scalar for each metric, a text for samples.
 
     A run that continues from a checkpoint continues in the same folder; events of later steps there
@@ -279,7 +272,7 @@ class TensorBoard(Log):
             ImportError: If TensorBoard is not installed.
             TypeError: If `folder` is not a path.
         """
-        with needing_extra("tensorboard"):
+        with callback.needing_extra("tensorboard"):
             from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         self._make: Any = EventFileWriter
@@ -300,8 +293,8 @@ class TensorBoard(Log):
         rows = [self._summary.Summary.Value(tag=n, simple_value=x) for n, x in values.items()]
         self._add(step, summary=self._summary.Summary(value=rows))
 
-    def _write_table(self, step: int, name: str, rows: Rows) -> None:
-        self._add_text(step, name, as_markdown(rows))
+    def _write_table(self, step: int, name: str, rows: callback.Rows) -> None:
+        self._add_text(step, name, callback.as_markdown(rows))
 
     def _close(self, result: FitResult) -> None:
         self._add_text(result.trainer.num_steps, "ended", f"{result.ended}: {result.reason}")
@@ -323,7 +316,7 @@ class TensorBoard(Log):
 # ---- Weights & Biases, Trackio
 
 
-class _RunOfInit(Log):
+class _RunOfInit(callback.Log):
     """Logs to a run that a package's `init` starts; samples are tables."""
 
     def __init__(self, start: Callable[..., Any], table: Callable[..., Any], init: dict[str, Any]):
@@ -336,7 +329,7 @@ class _RunOfInit(Log):
     def _write(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
 
-    def _write_table(self, step: int, name: str, rows: Rows) -> None:
+    def _write_table(self, step: int, name: str, rows: callback.Rows) -> None:
         data = [list(row.values()) for row in rows]
         self._run.log({name: self._table(columns=list(rows[0]), data=data)}, step=step)
 
@@ -361,7 +354,7 @@ class Trackio(_RunOfInit):
             TypeError: If `trackio.init` has no such argument, or the project is not a string.
         """
         checks.instance("project", project, str, "a str")
-        with needing_extra("trackio"):
+        with callback.needing_extra("trackio"):
             import trackio
         _check_names("trackio.init", trackio.init, init)
         # Otherwise, it starts a server of its board in notebooks.
@@ -396,7 +389,7 @@ class WandB(_RunOfInit):
                 a terminal and in a notebook, wandb asks for the key instead; if several processes
                 share a run, the first one asks when the run begins.
         """
-        with needing_extra("wandb"):
+        with callback.needing_extra("wandb"):
             import wandb
         _check_wandb(wandb, init)
         _log_in_wandb(wandb, init.get("mode") or os.environ.get("WANDB_MODE", "online"))

@@ -7,16 +7,7 @@ from difflib import SequenceMatcher, get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from megatrain_jax._src.common.other_libraries import (
-    ATTRIBUTES,
-    LOOP_OPTIONS,
-    MEANT,
-    MODULES,
-    PUBLIC,
-    RUN_OPTIONS,
-    SENTENCES,
-    TAKERS,
-)
+from megatrain_jax._src.common import other_libraries
 from megatrain_jax._src.common.user_tracebacks import to_users_code
 
 _T = TypeVar("_T")
@@ -44,8 +35,8 @@ _NEW = (
     "it is fixed when a trainer is made: pass it to a new Trainer, and restore a checkpoint there"
 )
 _HOW_TO_SET = {
-    **dict.fromkeys(("loss_fn", "optimizer", *RUN_OPTIONS), _NEW),
-    **{name: f"pass `{name}=` to `train`" for name in LOOP_OPTIONS},
+    **dict.fromkeys(("loss_fn", "optimizer", *other_libraries.RUN_OPTIONS), _NEW),
+    **{name: f"pass `{name}=` to `train`" for name in other_libraries.LOOP_OPTIONS},
     **dict.fromkeys(("params", "model"), _PARAMETERS),
     "opt_state": "restore a checkpoint, or call `set_hyperparams`",
     **dict.fromkeys(("learning_rate", "lr"), _RATE),
@@ -78,7 +69,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def meant_option(name: str, known: Iterable[str]) -> str | None:
     """The known name that a name of another library means; None if there is none."""
     known = {*known}
-    return next((ours for ours in MEANT.get(name, ()) if ours in known), None)
+    return next((ours for ours in other_libraries.MEANT.get(name, ()) if ours in known), None)
 
 
 def explain(
@@ -207,14 +198,14 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _IN_OPTIONS = (
-    *TAKERS["`models.GrpoOptions` takes"],
+    *other_libraries.TAKERS["`models.GrpoOptions` takes"],
     *("beta", "temperature", "top_p", "top_k", "stop", "loss_type", "shuffle"),
 )
 
 
 def _is_meant(name: str, known: tuple[str, ...]) -> bool:
     """Whether a function that passes keywords on has this one under another name."""
-    if name in RUN_OPTIONS:
+    if name in other_libraries.RUN_OPTIONS:
         return False
     return meant_option(name, known) is not None or "options" in known and name in _IN_OPTIONS
 
@@ -234,10 +225,10 @@ def keyword_hint(name: str, known: Iterable[str]) -> str:
     if name in ("batch_size", "per_device_train_batch_size"):
         batches = "`sample_batch` has it" if "sample_batch" in known else "batches come from `data`"
         return f"; {batches}: its arrays' first axis is the number of examples"
-    if name in SENTENCES:
-        return f"; {SENTENCES[name]}"
-    for option in (name, *MEANT.get(name, ())):
-        for takers, options in TAKERS.items():
+    if name in other_libraries.SENTENCES:
+        return f"; {other_libraries.SENTENCES[name]}"
+    for option in (name, *other_libraries.MEANT.get(name, ())):
+        for takers, options in other_libraries.TAKERS.items():
             if option in options:
                 return f"; {takers} `{option}`"
     return did_you_mean(name, known)
@@ -256,10 +247,10 @@ def public_name_hint(name: str, module: str, known: Iterable[str]) -> str:
     known = [*known]
     if ours := meant_option(name, known):
         return f"; did you mean `{ours}`?"
-    if name in PUBLIC:
-        return f": {PUBLIC[name]}"
-    for one in (name, *MEANT.get(name, ())):
-        for other, names in MODULES.items():
+    if name in other_libraries.PUBLIC:
+        return f": {other_libraries.PUBLIC[name]}"
+    for one in (name, *other_libraries.MEANT.get(name, ())):
+        for other, names in other_libraries.MODULES.items():
             if other != module and one in names.split():
                 return f"; did you mean `megatrain_jax.{other}.{one}`?"
         if one in ("fit", "train", "plan", "Trainer", "Precision"):
@@ -297,8 +288,8 @@ class ExplainedAttributes:
 
 def _way_to(name: str, known: Iterable[str]) -> str:
     """The end of a message about a missing attribute."""
-    if name in ATTRIBUTES:
-        return f": {ATTRIBUTES[name]}"
+    if name in other_libraries.ATTRIBUTES:
+        return f": {other_libraries.ATTRIBUTES[name]}"
     return did_you_mean(name, [one for one in known if not one.startswith("_")])
 
 

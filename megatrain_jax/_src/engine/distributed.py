@@ -11,13 +11,8 @@ import jax
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.host_memory import memory_owner
+from megatrain_jax._src.engine.startup import launchers
 from megatrain_jax._src.engine.startup.driver_memory import gpu_memories
-from megatrain_jax._src.engine.startup.launchers import (
-    KUBERNETES,
-    Launch,
-    Variables,
-    find_launch,
-)
 from megatrain_jax._src.engine.state import gloo
 from megatrain_jax._src.engine.state.aborts import explain_aborts
 from megatrain_jax._src.engine.state.coordination import CoordinationService
@@ -93,7 +88,7 @@ def initialize(
     return jax.process_count() > 1
 
 
-def find_place(environment: Variables, given: dict[str, Any]) -> Launch | None:
+def find_place(environment: launchers.Variables, given: dict[str, Any]) -> launchers.Launch | None:
     """This process's place, from the arguments by name, and what these leave open from variables.
 
     Raises:
@@ -102,9 +97,9 @@ def find_place(environment: Variables, given: dict[str, Any]) -> Launch | None:
     missing = [name for name, value in given.items() if value is None]
     launch = None
     if len(missing) == len(given):
-        launch = find_launch(environment)
+        launch = launchers.find_launch(environment)
         no_package = find_spec("kubernetes") is None
-        return None if launch and launch.launcher == KUBERNETES and no_package else launch
+        return None if launch and launch.launcher == launchers.KUBERNETES and no_package else launch
     if missing:
         raise ValueError(
             f"{' and '.join(f'`{name}`' for name in given if name not in missing)} need "
@@ -114,7 +109,7 @@ def find_place(environment: Variables, given: dict[str, Any]) -> Launch | None:
     if given["process_id"] >= given["num_processes"]:
         allowed = f"below `num_processes`={given['num_processes']}"
         raise ValueError(checks.refused("process_id", allowed, given["process_id"]))
-    return Launch(
+    return launchers.Launch(
         launcher=_BY_HAND,
         counted_by="num_processes",
         num_processes=given["num_processes"],
@@ -124,7 +119,7 @@ def find_place(environment: Variables, given: dict[str, Any]) -> Launch | None:
 
 
 def connect(
-    launch: Launch,
+    launch: launchers.Launch,
     local_device_ids: Sequence[int] | int | None,
     timeout_seconds: int,
     call: Callable[..., None],
@@ -175,7 +170,7 @@ def is_first() -> bool:
     """
     if jax.distributed.is_initialized():
         return jax.process_index() == 0
-    launch = find_launch(os.environ)
+    launch = launchers.find_launch(os.environ)
     return launch is None or not launch.process_id
 
 
@@ -285,7 +280,7 @@ def _check_equal(given: dict[str, Any]) -> None:
             )
 
 
-def _incomplete(launch: Launch, seconds: int) -> str:
+def _incomplete(launch: launchers.Launch, seconds: int) -> str:
     """What is wrong if not all processes have come."""
     if launch.num_processes is None:
         return f"not all processes of this job have come within {seconds} s"
@@ -296,7 +291,7 @@ def _incomplete(launch: Launch, seconds: int) -> str:
     )
 
 
-def _alone(launch: Launch | None, environment: Variables) -> str:
+def _alone(launch: launchers.Launch | None, environment: launchers.Variables) -> str:
     if launch is not None:
         return f"one process, by {launch.counted_by}"
     if environment.get("JOB_COMPLETION_INDEX"):

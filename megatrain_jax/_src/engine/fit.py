@@ -21,14 +21,8 @@ from megatrain_jax._src.engine.checkpoint.saved_settings import (
     differences,
     version_remark,
 )
+from megatrain_jax._src.engine.options import inputs
 from megatrain_jax._src.engine.options.batch_checks import check_batch
-from megatrain_jax._src.engine.options.inputs import (
-    check_data,
-    check_mesh,
-    check_order,
-    check_parts,
-    check_trainer,
-)
 from megatrain_jax._src.engine.options.options import (
     Callbacks,
     DeviceBudget,
@@ -215,10 +209,10 @@ def fit(
     loop, run = taken(LoopOptions, locals()), taken(Options, locals())
     model, params = take(model), take(params)  # after `locals()`, which would keep them
     resume = checks.boolean("resume", resume)
-    check_order("fit(model, loss_fn, data, optimizer)", optimizer, "data", data)
-    check_parts(model, loss_fn, optimizer, params)
-    check_mesh(run.mesh)
-    check_data("data", data, _ONE_BATCH)
+    inputs.check_order("fit(model, loss_fn, data, optimizer)", optimizer, "data", data)
+    inputs.check_parts(model, loss_fn, optimizer, params)
+    inputs.check_mesh(run.mesh)
+    inputs.check_data("data", data, _ONE_BATCH)
     data, loop = in_epochs(data, loop)
     loop.check_evaluated(length_of_pass(data), at_end=False)
     run = replace(run, mesh=run.mesh or default_mesh())
@@ -313,8 +307,8 @@ def train(
     """
     loop = taken(LoopOptions, locals())
     resume = checks.boolean("resume", resume)
-    check_trainer(trainer)
-    check_data("data", data, _ONE_BATCH)
+    inputs.check_trainer(trainer)
+    inputs.check_data("data", data, _ONE_BATCH)
     data, loop = in_epochs(data, loop)
     loop.check_evaluated(at_end=True)
     if loop.decides_by(""):

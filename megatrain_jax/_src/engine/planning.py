@@ -14,6 +14,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.remembering import IdentityKey, gc_paused, remembered, remembering
 from megatrain_jax._src.common.repeated_model import RepeatedModel
 from megatrain_jax._src.common.suggestions import did_you_mean
+from megatrain_jax._src.engine import start
 from megatrain_jax._src.engine.adapt.adapters import adapt, needs_batch
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.options.batch_checks import check_batch, num_rows
@@ -49,12 +50,6 @@ from megatrain_jax._src.engine.spec.rescheduled import run_with_all_waves
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.state_choice import choose_state, copied
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
-from megatrain_jax._src.engine.start import (
-    empty_kernel_cache,
-    fit_and_compile,
-    local_run_spec,
-    on_this_machine,
-)
 from megatrain_jax._src.engine.state.hardware import Hardware
 from megatrain_jax._src.engine.state.placement import default_device, placed_on
 
@@ -275,7 +270,7 @@ def _measured(
     run: Options,
 ) -> Plan:
     """The plan of a run on this machine's GPUs, with its functions compiled and timed there."""
-    run, placement, has_gpu = on_this_machine(run)
+    run, placement, has_gpu = start.on_this_machine(run)
     if not has_gpu:
         raise ValueError(
             "`measure`=True times a run's functions on a GPU, and JAX sees none on this machine; "
@@ -285,9 +280,9 @@ def _measured(
     with warnings.catch_warnings():  # the plan lists them
         warnings.simplefilter("ignore", PlanWarning)
         given = adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu
-        spec, placement = local_run_spec(*given)
-    kernels, spread = empty_kernel_cache(spec, placement), placement.process_counts
-    spec, _ = fit_and_compile(spec, kernels, placement, has_gpu=has_gpu)
+        spec, placement = start.local_run_spec(*given)
+    kernels, spread = start.empty_kernel_cache(spec, placement), placement.process_counts
+    spec, _ = start.fit_and_compile(spec, kernels, placement, has_gpu=has_gpu)
     found = make_plan(run_with_all_waves(spec), *spread, placement.num_copies)
     if found.fits_device is False:
         return found

@@ -51,6 +51,7 @@ from megatrain_jax._src.engine.runtime.evaluation import batch_shapes
 from megatrain_jax._src.engine.runtime.fill import ReadAhead, fill_store, initial_kernels
 from megatrain_jax._src.engine.runtime.store import Store
 from megatrain_jax._src.engine.runtime.transfers import measured_rates
+from megatrain_jax._src.engine.spec import measured
 from megatrain_jax._src.engine.spec.budget import fit_to_machine, fitted_and_compiled
 from megatrain_jax._src.engine.spec.disk import arrays_of
 from megatrain_jax._src.engine.spec.host import (
@@ -64,12 +65,6 @@ from megatrain_jax._src.engine.spec.host import (
     within_pinned,
 )
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
-from megatrain_jax._src.engine.spec.measured import (
-    by_measured_rates,
-    by_measured_times,
-    has_copies,
-    is_worth_measuring,
-)
 from megatrain_jax._src.engine.spec.microbatches import (
     chooses_microbatches_or_waves,
     fit_with_microbatches,
@@ -402,10 +397,10 @@ def _started(run: Prepared, spec: RunSpec, phases: Phases) -> tuple[RunSpec, Eng
             spec, free = fit_and_compile(spec, kernels, placement, has_gpu=has_gpu)
             whole = run_with_all_waves(spec)
             _check(whole, kernels, placement, free, has_gpu=has_gpu)
-        measures = has_gpu and is_worth_measuring(spec)
+        measures = has_gpu and measured.is_worth_measuring(spec)
         if measures:
             with phases.phase("timing"):
-                spec = by_measured_times(spec, kernels, placement, run.sample_batch)
+                spec = measured.by_measured_times(spec, kernels, placement, run.sample_batch)
                 whole = run_with_all_waves(spec)
         if has_gpu and spec.num_parts > 1:  # functions were compiled for other ways to cut, too
             step = step_kernels(spec.first, spec.layouts, spec.optimizer, placement)
@@ -417,12 +412,12 @@ def _started(run: Prepared, spec: RunSpec, phases: Phases) -> tuple[RunSpec, Eng
             if has_gpu:
                 num_bytes = pooled_bytes(whole, *placement.process_counts)
             pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show, least)
-        if measures and has_copies(spec):
+        if measures and measured.has_copies(spec):
             with phases.phase("timing copies"):
                 schedule = whole.first.schedule
                 room = min(num_bytes // len(placement.local_devices), schedule.peak_bytes)
                 rates = measured_rates(placement, room, spec.largest_slab_bytes)
-                found = by_measured_rates(spec, *rates, schedule.transient)
+                found = measured.by_measured_rates(spec, *rates, schedule.transient)
                 # Copies in another order may leave larger gaps. The pools have room for one more
                 # array.
                 spare = len(placement.local_devices) * spec.largest_slab_bytes

@@ -213,7 +213,7 @@ def test_functions_are_timed_as_they_run_in_training(num_devices, monkeypatch, c
         assert sum(x.nbytes for x in jax.live_arrays()) <= before + 4096
         return found
 
-    monkeypatch.setattr("megatrain_jax._src.engine.start.by_measured_times", noted)
+    monkeypatch.setattr(measured, "by_measured_times", noted)
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         trainer = make_trainer(case, OPTIMIZERS["clip_adamw"], microbatches=2, waves=1, mesh=mesh)
     assert list(trainer.startup)[1:3] == ["compiling", "timing"]

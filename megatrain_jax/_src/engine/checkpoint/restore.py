@@ -40,25 +40,8 @@ import numpy as np
 from megatrain_jax._src.common.activity import progressed
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.object_paths import AnyPath
-from megatrain_jax._src.engine.checkpoint import manifest, orbax
+from megatrain_jax._src.engine.checkpoint import contents, manifest, orbax
 from megatrain_jax._src.engine.checkpoint.chunks import Cell
-from megatrain_jax._src.engine.checkpoint.contents import (
-    EMA,
-    PARAMS,
-    STATE,
-    VARIABLES,
-    ArrayEntry,
-    Checksums,
-    ConvertedArray,
-    SmallArrays,
-    StorePlace,
-    TreePath,
-    arrays_to_convert,
-    coding_of,
-    layout_at,
-    set_small_arrays,
-    small_arrays,
-)
 from megatrain_jax._src.engine.checkpoint.folder import (
     CheckpointError,
     in_all_processes,
@@ -80,8 +63,8 @@ from megatrain_jax._src.engine.state.layout import Layout
 
 
 def check(
-    path: AnyPath, spec: RunSpec, entries: Sequence[ArrayEntry]
-) -> tuple[dict[str, Any], dict[TreePath, ConvertedArray]]:
+    path: AnyPath, spec: RunSpec, entries: Sequence[contents.ArrayEntry]
+) -> tuple[dict[str, Any], dict[contents.TreePath, contents.ConvertedArray]]:
     """Checks that a checkpoint is complete and belongs to this model and optimizer.
 
     Returns:
@@ -99,7 +82,9 @@ def check(
             "a new run from them, give the folder to `fit` or `Trainer` as `params=`"
         )
     there = orbax.own_metadata(path)
-    others = arrays_to_convert(entries, coding_of(spec, entries), there, facts["coded"])
+    others = contents.arrays_to_convert(
+        entries, contents.coding_of(spec, entries), there, facts["coded"]
+    )
     wanted = [entry for entry in entries if entry.array not in others]
     wanted += [source for other in others.values() for source in other.sources]
     cause = partial(likely_cause, path)
@@ -112,8 +97,8 @@ def load(
     known: Mapping[str, Any],
     spec: RunSpec,
     store: Store,
-    entries: Sequence[ArrayEntry],
-    others: Mapping[TreePath, ConvertedArray],
+    entries: Sequence[contents.ArrayEntry],
+    others: Mapping[contents.TreePath, contents.ConvertedArray],
     done: Callable[[], object],
 ) -> None:
     """Fills a store at rest from a checked checkpoint.
@@ -159,10 +144,10 @@ class _Slab:
 
     key: Key
     layout: Layout
-    places: tuple[StorePlace, ...]
+    places: tuple[contents.StorePlace, ...]
 
 
-_PartOf = tuple[StorePlace, int]
+_PartOf = tuple[contents.StorePlace, int]
 """A part of a leaf: the leaf's place in the store, and the part's number."""
 _Arrays = Sequence[Mapping[int, np.ndarray]]
 """A slab's arrays at rest; each maps shard numbers to this process's shards."""
@@ -174,7 +159,7 @@ class _Loading:
     def __init__(self, path, known, spec, store, entries, others):
         """Sorts the entries; see `load`."""
         self.path, self.spec, self.store = path, spec, store
-        self.sums = Checksums(path, known)
+        self.sums = contents.Checksums(path, known)
         self.chunks = ChunkReader(path)
         self.small = [e for e in entries if not e.groups and e.array not in others]
         self.begun = [e for e in entries if not e.groups and e.array in others]
@@ -220,7 +205,7 @@ class _Loading:
             if entry.stacked:
                 whole = self._converted(other)
                 for place, index in zip(entry.places, entry.cuts, strict=True):
-                    layout, i = layout_at(self.spec, place)
+                    layout, i = contents.layout_at(self.spec, place)
                     for p, part in enumerate(encoded(layout, whole[selector(index)], i)):
                         self.slices[place, p] = self.store.small(np.ascontiguousarray(part))
                 jax.block_until_ready(list(self.slices.values()))
@@ -229,7 +214,7 @@ class _Loading:
         """Loads the parts of a slab's leaves as runs, except for kept slices."""
         # Runs on the reader's thread, so it must not use a device or an array of the store.
         empty, found = self._empty(slab), {}
-        wanted: list[tuple[_PartOf, ArrayEntry, Cell]] = []
+        wanted: list[tuple[_PartOf, contents.ArrayEntry, Cell]] = []
         for i, p, part in _parts(slab):
             if part in self.slices or part not in self.by_part:
                 continue
@@ -249,7 +234,7 @@ class _Loading:
                     found[place, p] = [(0, part.reshape(-1))]
         return found
 
-    def _cells(self, entry: ArrayEntry, index: Index) -> Iterator[Cell]:
+    def _cells(self, entry: contents.ArrayEntry, index: Index) -> Iterator[Cell]:
         """The chunks of a slice of an array."""
         grid = self.grids[entry.path]
         if not grid.divides(index):
@@ -297,7 +282,7 @@ class _Loading:
 
     def _known(
         self, slab: _Slab, arrays: _Arrays, i: int, p: int, part: _PartOf
-    ) -> Iterator[tuple[ArrayEntry, Cell, np.ndarray | None]]:
+    ) -> Iterator[tuple[contents.ArrayEntry, Cell, np.ndarray | None]]:
         """The chunks of a part that this process has read.
 
         Yields each with its elements in the arrays; None if other processes have some of them.
@@ -310,10 +295,10 @@ class _Loading:
             if cut(runs, cell.start, cell.stop):
                 yield entry, cell, joined_run(runs, cell.start, cell.stop)
 
-    def _compare(self, entry: ArrayEntry, chunk: np.ndarray, cell: Cell) -> None:
+    def _compare(self, entry: contents.ArrayEntry, chunk: np.ndarray, cell: Cell) -> None:
         self.sums.verify(entry.path, chunk, cell.number)
 
-    def _converted(self, other: ConvertedArray) -> np.ndarray:
+    def _converted(self, other: contents.ConvertedArray) -> np.ndarray:
         """An array that the checkpoint stores in a different form, as numbers."""
         loaded = self._load(other.sources)
         for source in other.sources:
@@ -321,22 +306,22 @@ class _Loading:
         return other.numbers([loaded[source.path] for source in other.sources])
 
     def _read_small(self) -> None:
-        arrays, loaded = small_arrays(self.store), self._load(self.small)
+        arrays, loaded = contents.small_arrays(self.store), self._load(self.small)
         for entry in self.small:
             (place,), value = entry.places, loaded[entry.path]
             self.sums.verify(entry.path, value)
             if entry.key is not None:
                 value = jax.random.wrap_key_data(jnp.asarray(value), impl=entry.key)
-            assert isinstance(place.holder, SmallArrays)
+            assert isinstance(place.holder, contents.SmallArrays)
             arrays[place.holder][place.position] = self.store.small(value)
         for entry in self.begun:
             (place,) = entry.places
-            assert isinstance(place.holder, SmallArrays)
+            assert isinstance(place.holder, contents.SmallArrays)
             zero = jnp.zeros(entry.shape, entry.dtype)
             arrays[place.holder][place.position] = self.store.small(zero)
-        set_small_arrays(self.store, arrays)
+        contents.set_small_arrays(self.store, arrays)
 
-    def _load(self, entries: Iterable[ArrayEntry]) -> dict[TreePath, np.ndarray]:
+    def _load(self, entries: Iterable[contents.ArrayEntry]) -> dict[contents.TreePath, np.ndarray]:
         return self.chunks.read_whole([entry.path for entry in entries])
 
 
@@ -352,7 +337,7 @@ def _slabs(spec: RunSpec) -> list[_Slab]:
         ]
         for kind, slab, positions in [masters, *state]:
             key = Key(kind, g)
-            places = tuple(StorePlace(holder=key, position=i) for i in positions)
+            places = tuple(contents.StorePlace(holder=key, position=i) for i in positions)
             found.append(_Slab(key=key, layout=slab, places=places))
     return found
 
@@ -364,7 +349,7 @@ def _parts(slab: _Slab) -> Iterator[tuple[int, int, _PartOf]]:
             yield i, p, (place, p)
 
 
-def likely_cause(folder: AnyPath, unequal: Collection[TreePath], only_dtypes: bool) -> str:
+def likely_cause(folder: AnyPath, unequal: Collection[contents.TreePath], only_dtypes: bool) -> str:
     """Sentences on the argument that probably differs from the run that saved a checkpoint.
 
     Args:
@@ -378,17 +363,17 @@ def likely_cause(folder: AnyPath, unequal: Collection[TreePath], only_dtypes: bo
             "that saved it."
         )
     # A model's other parameters change the optimizer's state, too.
-    if {path[0] for path in unequal} & {PARAMS, VARIABLES}:
+    if {path[0] for path in unequal} & {contents.PARAMS, contents.VARIABLES}:
         return (
             "The likely cause is another `model`: other layers, sizes or names. Build the model of "
             "the run that saved it, or choose another `checkpoint_dir` for this one."
         )
-    if any(path[0] == EMA for path in unequal):
+    if any(path[0] == contents.EMA for path in unequal):
         return (
             "The likely cause is that it holds averages of the parameters, and this run has no "
             "`ema_decay`: pass one to go on with them."
         )
-    if any(path[0] == STATE for path in unequal):
+    if any(path[0] == contents.STATE for path in unequal):
         return (
             "The likely cause is another `optimizer`, or another `trainable`: pass those of the "
             "run that saved it. To go on with new ones, start a new run from its parameters: "

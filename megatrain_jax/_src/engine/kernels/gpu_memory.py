@@ -36,23 +36,17 @@ from megatrain_jax._src.engine.kernels.sharding_prediction import (
     sharded_axes_within,
 )
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.primitives import (
-    ARG_REDUCTIONS,
-    BARRIER,
-    ELEMENTWISE,
-    LAYOUT,
-    REDUCTIONS,
-)
+from megatrain_jax._src.engine.program import primitives
 
 # Operations that return their operand's bytes, at least for a product that reads them.
 _RENAMING = frozenset("copy expand_dims name reshape squeeze stop_gradient transpose".split())
-_RENAMING |= {BARRIER}
+_RENAMING |= {primitives.BARRIER}
 # Operations that rename their operand if they keep its dtype and its number of elements.
 _SOMETIMES = frozenset(
     "broadcast_in_dim convert_element_type pad reduce_max reduce_sum slice".split()
 )
-_FUSED = (ELEMENTWISE | LAYOUT | {"concatenate", "iota", "pad"}) - _RENAMING
-_FUSING = _FUSED | REDUCTIONS | ARG_REDUCTIONS
+_FUSED = (primitives.ELEMENTWISE | primitives.LAYOUT | {"concatenate", "iota", "pad"}) - _RENAMING
+_FUSING = _FUSED | primitives.REDUCTIONS | primitives.ARG_REDUCTIONS
 # Operations that overwrite a part of their first operand.
 _OVERWRITING = frozenset(("dynamic_update_slice", "scatter", "scatter-add"))
 _SUMS = ("add", "add_any")
@@ -181,7 +175,7 @@ class GpuFunction:
                     self._results.add(v)
 
     def _reads_array(self, eqn: Equation, v: Any) -> bool:
-        if eqn.name == BARRIER:
+        if eqn.name == primitives.BARRIER:
             return True
         if _renames(eqn):
             return eqn.outvars[0] in self._whole
@@ -211,7 +205,7 @@ class GpuFunction:
             v = eqn.outvars[0] if computed_as(eqn) == "dot_general" else None
             while v is not None and len(readers := self._readers.get(v, ())) == 1:
                 reader, out = readers[0], readers[0].outvars[0]
-                if _renames(reader) and reader.name != BARRIER:
+                if _renames(reader) and reader.name != primitives.BARRIER:
                     v = out
                     continue
                 is_array = out in self._whole or out in self._results
@@ -258,7 +252,7 @@ class GpuFunction:
         read = sum(self._read_bytes.get(o, self._size(o)) for o in eqn.operands)
         if eqn.name in _SLOW:
             return read + _SLOW[eqn.name] * self._size(v)
-        takes_part = eqn.name in LAYOUT and eqn.name != "broadcast_in_dim"
+        takes_part = eqn.name in primitives.LAYOUT and eqn.name != "broadcast_in_dim"
         return min(read, self._size(v)) if takes_part else read
 
     def _is_fused(self, eqn: Equation, v: Any, read: int) -> bool:

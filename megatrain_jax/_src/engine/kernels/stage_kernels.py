@@ -42,12 +42,7 @@ from megatrain_jax._src.engine.program.effects import firing_once, has_side_effe
 from megatrain_jax._src.engine.program.loss.gradients import differentiated
 from megatrain_jax._src.engine.program.loss.stages import Program, Stage
 from megatrain_jax._src.engine.program.rewriting import with_fp32_products
-from megatrain_jax._src.engine.state.codec import (
-    derived_draw,
-    draw_of,
-    random_bits,
-    round_stochastically,
-)
+from megatrain_jax._src.engine.state import codec
 from megatrain_jax._src.engine.state.layout import Layout
 from megatrain_jax._src.engine.state.placement import Placement
 
@@ -122,15 +117,15 @@ class NarrowSums:
         return [x if x is None else jax.lax.optimization_barrier(x) for x in leaves]
 
     def _rounded(self, total: Segments, rounding: str) -> tuple[jax.Array, ...]:
-        draw = derived_draw(draw_of(self._key, self._step, next(self._groups)), _SUMS)
-        draw = derived_draw(draw, self._count)
+        draw = codec.derived_draw(codec.draw_of(self._key, self._step, next(self._groups)), _SUMS)
+        draw = codec.derived_draw(draw, self._count)
         self._count += 1
         if rounding == "nearest":
             return tuple(x.astype(jnp.bfloat16) for x in total)
         found, first = [], 0
         for x in total:  # elements are numbered through all segments
-            bits = random_bits(draw, jnp.uint32(first) + jnp.arange(x.size, dtype=jnp.uint32))
-            found.append(round_stochastically(x, bits))
+            bits = codec.random_bits(draw, jnp.uint32(first) + jnp.arange(x.size, dtype=jnp.uint32))
+            found.append(codec.round_stochastically(x, bits))
             first += x.size
         return tuple(found)
 

@@ -46,15 +46,7 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.primitives import (
-    ARG_REDUCTIONS,
-    BARRIER,
-    CUMULATIVE,
-    MATRICES,
-    REDUCTIONS,
-    WINDOW_REDUCTIONS,
-    is_elementwise,
-)
+from megatrain_jax._src.engine.program import primitives
 
 # How parts form the result; see the top of this file.
 MAPPED, FOLDED, ADDED_INTO = "mapped", "folded", "added into"
@@ -75,7 +67,7 @@ def rule_of(eqn: Any) -> Callable[[Any], Iterator[AxisGroup]] | None:
 
     Reshapes have their own rule in `axes.py`.
     """
-    elementwise = eqn.primitive.name == BARRIER or is_elementwise(eqn)
+    elementwise = eqn.primitive.name == primitives.BARRIER or primitives.is_elementwise(eqn)
     return _RULES.get(eqn.primitive.name, _elementwise if elementwise else None)
 
 
@@ -125,7 +117,7 @@ def _reduction(eqn: Any) -> Iterator[AxisGroup]:
     for axis in range(len(shape_of(eqn, 0))):
         if axis not in gone:
             yield [(0, axis), (1, axis - sum(d < axis for d in gone))], MAPPED
-        elif eqn.primitive.name in REDUCTIONS:
+        elif eqn.primitive.name in primitives.REDUCTIONS:
             yield [(0, axis)], FOLDED
 
 
@@ -279,8 +271,8 @@ ADDING = ("scatter-add", "scatter_add")
 _OTHER_SCATTERS = [f"scatter{sign}{kind}" for sign in "-_" for kind in ("mul", "min", "max")]
 
 _RULES: dict[str, Callable[[Any], Iterator[AxisGroup]]] = {
-    **dict.fromkeys(REDUCTIONS | ARG_REDUCTIONS | {"squeeze"}, _reduction),
-    **dict.fromkeys(CUMULATIVE, _along("axis")),
+    **dict.fromkeys(primitives.REDUCTIONS | primitives.ARG_REDUCTIONS | {"squeeze"}, _reduction),
+    **dict.fromkeys(primitives.CUMULATIVE, _along("axis")),
     "broadcast_in_dim": _broadcast,
     "concatenate": _along("dimension"),
     "conv_general_dilated": _convolution,
@@ -288,10 +280,10 @@ _RULES: dict[str, Callable[[Any], Iterator[AxisGroup]]] = {
     **dict.fromkeys(["slice", "dynamic_slice", "dynamic_update_slice"], _slice),
     "gather": _gather,
     "iota": _made,
-    **dict.fromkeys(MATRICES, _matrices),
+    **dict.fromkeys(primitives.MATRICES, _matrices),
     "pad": _pad,
     "random_bits": _random_bits,
-    **dict.fromkeys(WINDOW_REDUCTIONS, _windows),
+    **dict.fromkeys(primitives.WINDOW_REDUCTIONS, _windows),
     "rev": _along("dimensions"),
     **dict.fromkeys([*ADDING, "scatter", *_OTHER_SCATTERS], _scatter),
     "sharding_constraint": _constrained,

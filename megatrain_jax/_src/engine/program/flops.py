@@ -46,19 +46,8 @@ import jax.numpy as jnp
 from megatrain_jax._src.common import attention_kernel
 from megatrain_jax._src.common.kernel_primitives import kernel_costs
 from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program import primitives
 from megatrain_jax._src.engine.program.float8 import is_float8_product
-from megatrain_jax._src.engine.program.primitives import (
-    ARG_REDUCTIONS,
-    ARITHMETIC,
-    CALLS,
-    CUMULATIVE,
-    CUSTOM_RULES,
-    FUSED,
-    PRODUCTS,
-    REDUCTIONS,
-    REMAT,
-    WINDOW_REDUCTIONS,
-)
 
 # The kernels of `jax.nn.dot_product_attention(implementation="cudnn")`, before and after lowering.
 # Plans made without the GPU call stand-ins, recognised by name.
@@ -166,7 +155,7 @@ def _ramp(count: int, most: int) -> int:
     return rising * (rising + 1) // 2 + (count - rising) * most
 
 
-_COUNTED_BY_OPERAND = REDUCTIONS | ARG_REDUCTIONS | CUMULATIVE
+_COUNTED_BY_OPERAND = primitives.REDUCTIONS | primitives.ARG_REDUCTIONS | primitives.CUMULATIVE
 
 
 def count_flops(jaxpr: Any, counts: Callable[[Any], bool] = lambda eqn: True) -> int:
@@ -205,7 +194,7 @@ def is_product(eqn: Any, itemsize: int = 0) -> bool:
 
     It computes in the dtype of its wider operand: float32 times bfloat16 in float32.
     """
-    if eqn.primitive.name not in PRODUCTS:
+    if eqn.primitive.name not in primitives.PRODUCTS:
         return False
     return max(v.aval.dtype.itemsize for v in eqn.invars[:2]) > itemsize
 
@@ -237,7 +226,7 @@ def flops_by_kind(jaxpr: Any, counts: Callable[[Any], bool] = lambda eqn: True) 
 
 def is_float32_product(eqn: Any) -> bool:
     """Whether an equation is a matrix product or convolution that computes in float32."""
-    if eqn.primitive.name not in PRODUCTS:
+    if eqn.primitive.name not in primitives.PRODUCTS:
         return False
     left, right = (v.aval.dtype for v in eqn.invars[:2])
     return jnp.promote_types(left, right) == jnp.float32
@@ -267,7 +256,7 @@ def equation_flops(eqn: Any, counts: Callable[[Any], bool] = lambda eqn: True) -
         return _SPECIAL[name](eqn)
     if costs := kernel_costs(eqn):
         return costs.flops(eqn)
-    if name in ARITHMETIC:
+    if name in primitives.ARITHMETIC:
         return _num_floats(eqn.outvars[0])
     return _num_floats(eqn.invars[0]) if name in _COUNTED_BY_OPERAND else 0
 
@@ -334,7 +323,7 @@ _SPECIAL: dict[str, Callable[[Any], int]] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _conv_general_dilated,
-    **dict.fromkeys(WINDOW_REDUCTIONS, _reduce_window),
+    **dict.fromkeys(primitives.WINDOW_REDUCTIONS, _reduce_window),
     # Not an addition, but its parameters hold a jaxpr that would be counted.
     "scatter": lambda eqn: 0,
     **dict.fromkeys(("scatter-add", "scatter-mul"), lambda eqn: _num_floats(eqn.invars[2])),
@@ -392,7 +381,7 @@ def _inner(eqn: Any) -> list[Any]:
         return [jx.loop_body(eqn).jaxpr]
     if eqn.primitive.name == "cond":
         return [body.jaxpr for body in jx.branches(eqn)]
-    inner = jx.called(eqn, CALLS | REMAT | CUSTOM_RULES)
+    inner = jx.called(eqn, primitives.CALLS | primitives.REMAT | primitives.CUSTOM_RULES)
     return [inner.jaxpr] if inner else []
 
 
@@ -413,7 +402,7 @@ def _kernels_and_copies(jaxpr: Any) -> tuple[int, int]:
             rows = list(map(_kernels_and_copies, inner))
         else:
             num_bytes = sum(jx.num_bytes(v.aval) for v in eqn.outvars)
-            rows = [(int(name not in FUSED), num_bytes if name in _COPIES else 0)]
+            rows = [(int(name not in primitives.FUSED), num_bytes if name in _COPIES else 0)]
         kernels += times * max(row[0] for row in rows)
         copied += times * max(row[1] for row in rows)
     return kernels, copied

@@ -5,16 +5,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.engine.report import table
 from megatrain_jax._src.engine.report.plan import Plan
 from megatrain_jax._src.engine.report.plan_table import BOUNDS
-from megatrain_jax._src.engine.report.table import (
-    UNFIT,
-    aligned,
-    html_box,
-    html_line,
-    html_table,
-    seconds,
-)
 
 _MEASURES = ("fits", "a step", "bound by", "host", "device", "in, a step", "out, a step", "")
 
@@ -60,11 +53,11 @@ class PlanComparison(Sequence[PlanRow]):
 
     def __repr__(self) -> str:
         """Returns the comparison as a plain text table, and the machines with unmeasured rates."""
-        return "\n".join([aligned(self._cells()), *self._remarks()])
+        return "\n".join([table.aligned(self._cells()), *self._remarks()])
 
     def _repr_html_(self) -> str:
-        remarks = (html_line(remark) for remark in self._remarks())
-        return html_box(html_table(self._cells(), header=True), *remarks)
+        remarks = (table.html_line(remark) for remark in self._remarks())
+        return table.html_box(table.html_table(self._cells(), header=True), *remarks)
 
     def _remarks(self) -> list[str]:
         """A line for each machine with rates that nobody has measured."""
@@ -85,7 +78,7 @@ def _measured(row: PlanRow) -> list[str]:
     host = plan.host_process_bytes or plan.host_peak_bytes
     return [
         _fits(plan),
-        seconds(plan.seconds_per_step),
+        table.seconds(plan.seconds_per_step),
         BOUNDS[plan.bound] if timed else "",
         sized(host),
         sized(plan.device_bytes),
@@ -100,7 +93,7 @@ def _fits(plan: Plan) -> str:
     known = {"host": plan.fits_host, "device": plan.fits_device}
     # If one is known not to fit, that decides, even if the second is unknown.
     if unfit := [name for name, fits in known.items() if fits is False]:
-        return f"{UNFIT} the {' or the '.join(unfit)}"
+        return f"{table.UNFIT} the {' or the '.join(unfit)}"
     return "unknown" if None in known.values() else "yes"
 
 

@@ -27,18 +27,11 @@ from megatrain_jax._src.common.computed_array import ComputedArray
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.engine.kernels.steps import Scaling
 from megatrain_jax._src.engine.runtime.disk import Disk, Slabs
-from megatrain_jax._src.engine.state.host_leaves import (
-    Held,
-    Run,
-    leaf_dtype,
-    read_leaf,
-    read_leaves,
-    runs_of,
-)
+from megatrain_jax._src.engine.state import host_leaves
 from megatrain_jax._src.engine.state.layout import GroupLayout, Layout
 from megatrain_jax._src.engine.state.placement import Placement
 
-Reader = Callable[[], list[Run]]
+Reader = Callable[[], list[host_leaves.Run]]
 """Reads this process's part of an array, as it was when the reader was made."""
 
 
@@ -105,7 +98,7 @@ class Store:
         # With several processes: the slabs that were gathered last, and the gathered copies. A
         # slab's leaves are read one by one; without this cache, each read would gather the slab.
         self._copied: tuple[Slabs, tuple[Any, ...]] | None = None
-        self._find: Callable[[Key], Sequence[Held]] | None = None  # see `of_averages`
+        self._find: Callable[[Key], Sequence[host_leaves.Held]] | None = None  # see `of_averages`
 
     # ---- filling, at rest
 
@@ -144,7 +137,7 @@ class Store:
 
     # ---- reading, at rest
 
-    def held(self, key: Key) -> Sequence[Held]:
+    def held(self, key: Key) -> Sequence[host_leaves.Held]:
         """The arrays of a part; those on disks as shards that are read later; none of no part."""
         if self._find is not None:
             return self._find(key)
@@ -156,7 +149,7 @@ class Store:
         """The arrays of a part in pinned memory; new ones of a part on disks."""
         return self._in_memory(self.held(key))
 
-    def _in_memory(self, arrays: Sequence[Held]) -> Slabs:
+    def _in_memory(self, arrays: Sequence[host_leaves.Held]) -> Slabs:
         to = self.placement.slabs_at_rest
         return tuple(
             x if isinstance(x, jax.Array) else next(iter(self.placement.put_shards([_read(x)], to)))
@@ -177,13 +170,15 @@ class Store:
         layout = self.layouts[key.owner]
         own = layout.master if key.kind is Kind.MASTERS else layout.state
         alone = self.placement.num_processes == 1
-        return read_leaves(own, self.held(key) if alone else self._readable(self.at_rest(key)))
+        return host_leaves.read_leaves(
+            own, self.held(key) if alone else self._readable(self.at_rest(key))
+        )
 
     def leaf(self, key: Key, position: int) -> ComputedArray:
         """A leaf of a part, which is read when it is needed; of one process alone."""
         own, arrays, i = self._leaf(key, position)
-        what, read = f"leaf {position} of {key}", lambda _: read_leaf(own, arrays, i)
-        return ComputedArray(what, own.shapes[i], leaf_dtype(own, i), read)
+        what, read = f"leaf {position} of {key}", lambda _: host_leaves.read_leaf(own, arrays, i)
+        return ComputedArray(what, own.shapes[i], host_leaves.leaf_dtype(own, i), read)
 
     def reader(self, key: Key, position: int, part: int) -> Reader:
         """A function that reads this process's runs of one part of a leaf; it keeps the slab.
@@ -191,9 +186,9 @@ class Store:
         A part on disks is read when the function is called; see `before_replacing`.
         """
         own, arrays, i = self._leaf(key, position)
-        return lambda: runs_of(own, arrays, i, part)
+        return lambda: host_leaves.runs_of(own, arrays, i, part)
 
-    def _leaf(self, key: Key, position: int) -> tuple[Layout, Sequence[Held], int]:
+    def _leaf(self, key: Key, position: int) -> tuple[Layout, Sequence[host_leaves.Held], int]:
         """The layout of a leaf's slab, the slab's arrays, and the leaf's number in it."""
         layout, arrays = self.layouts[key.owner], self.held(key)
         own, i = layout.leaf(key.kind, position)
@@ -224,7 +219,7 @@ class Store:
             layouts: Layout of each group with its averages as masters.
         """
 
-        def averages(key: Key) -> Sequence[Held]:
+        def averages(key: Key) -> Sequence[host_leaves.Held]:
             own = self.layouts[key.owner]
             if key.kind is not Kind.MASTERS or layouts[key.owner] is own:
                 return self.held(key)

@@ -16,14 +16,7 @@ from megatrain_jax._src.engine.options.precision import Precision
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
 from megatrain_jax._src.engine.program.layers.stacks import Stack
-from megatrain_jax._src.engine.program.loss.block_parts import (
-    NUMBERS_OF_PARTS,
-    ExpertsIndivisibleError,
-    are_divisible,
-    in_groups,
-    in_parts,
-    largest_block,
-)
+from megatrain_jax._src.engine.program.loss import block_parts
 from megatrain_jax._src.engine.program.loss.float8_stages import ProductChoice, with_float8_products
 from megatrain_jax._src.engine.program.loss.gradients import refuse_no_gradient
 from megatrain_jax._src.engine.program.loss.partition import without_block
@@ -96,7 +89,7 @@ def cut_run(
     except CoupledGroupsError as error:
         if num_groups > 1:
             # The optimizer needs several experts together, as factored statistics over them do.
-            raise ExpertsIndivisibleError from error
+            raise block_parts.ExpertsIndivisibleError from error
         # The second try cuts only the stacks of scans. If these are all stacks, it would fail too.
         if every == scanned:
             raise
@@ -128,14 +121,14 @@ def _cut(
     leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained, stacks)
     has_smaller_parts = True
     if num_groups > 1:
-        leaves = in_groups(leaves, num_groups, opened_for)
-        leaves = in_parts(leaves, opened_for(leaves), num_parts, _WEIGHT_OF_EXPERTS)
-        has_smaller_parts = are_divisible(leaves, num_groups)
+        leaves = block_parts.in_groups(leaves, num_groups, opened_for)
+        leaves = block_parts.in_parts(leaves, opened_for(leaves), num_parts, _WEIGHT_OF_EXPERTS)
+        has_smaller_parts = block_parts.are_divisible(leaves, num_groups)
     elif num_parts > 1:
         opened = opened_for(leaves)
-        finest = in_parts(leaves, opened, NUMBERS_OF_PARTS[-1])
-        leaves = in_parts(leaves, opened, num_parts)
-        has_smaller_parts = largest_block(finest) < largest_block(leaves)
+        finest = block_parts.in_parts(leaves, opened, block_parts.NUMBERS_OF_PARTS[-1])
+        leaves = block_parts.in_parts(leaves, opened, num_parts)
+        has_smaller_parts = block_parts.largest_block(finest) < block_parts.largest_block(leaves)
     program, leaves = remembered(
         "program",
         lambda: (IdentityKey(traced), leaves, str(options.dtypes.products)),

@@ -35,16 +35,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.activity import getting_on
 from megatrain_jax._src.common.computed_array import ComputedArray
 from megatrain_jax._src.common.unfinished import UnfinishedFolder, naming_file, sync_tree
-from megatrain_jax._src.lm.common.hf_folder import (
-    CHAT_TEMPLATE,
-    GENERATION_CONFIG,
-    companion_names,
-    end_tokens_of,
-    existing_folder,
-    is_gguf,
-    own_file,
-    read_json,
-)
+from megatrain_jax._src.lm.common import hf_folder
 from megatrain_jax._src.lm.common.prompts import check_template
 from megatrain_jax._src.lm.models.config import DecoderConfig, config_end_tokens
 from megatrain_jax._src.lm.models.decoder import Decoder, policy_of
@@ -108,7 +99,7 @@ def _why_not_export(path: Path) -> str | None:
     if path.is_symlink() or not path.is_dir():
         return "is no folder of its own"
     try:
-        known = read_json(path / MARKER).get("files")
+        known = hf_folder.read_json(path / MARKER).get("files")
     except (OSError, ValueError):
         known = None
     if not isinstance(known, dict):
@@ -258,7 +249,7 @@ def save_pretrained(
     check_chat_template(chat_template)
     folder = new_folder(folder, overwrite=overwrite)
     if source is not None:
-        source = existing_folder("source", source, "a tokenizer")
+        source = hf_folder.existing_folder("source", source, "a tokenizer")
     model = decoder_of(trainer, params)
     config = model.config
     if config.original is None:
@@ -291,7 +282,7 @@ def save_pretrained(
             write_tensors(at, tensors, max_shard_bytes)
             write_config(at, original, dtype)
             copy_companions(at, copied)
-            write_end_tokens(at, copied.get(GENERATION_CONFIG), config, learned)
+            write_end_tokens(at, copied.get(hf_folder.GENERATION_CONFIG), config, learned)
             write_chat_template(at, chat_template)
 
     written_once(trainer, write)
@@ -325,7 +316,7 @@ def check_chat_template(given: Any) -> None:
 def write_chat_template(folder: Path, template: str | None) -> None:
     """Writes a template, if there is one; it has precedence over one in tokenizer_config.json."""
     if template is not None:
-        (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+        (folder / hf_folder.CHAT_TEMPLATE).write_text(template, encoding="utf-8")
 
 
 def decoder_of(
@@ -483,7 +474,7 @@ def source_folder(config: DecoderConfig) -> Path | None:
     if config.source is None:
         return None
     path = Path(config.source)
-    return path.parent if is_gguf(path) else path
+    return path.parent if hf_folder.is_gguf(path) else path
 
 
 def companions(source: str | PathLike[str] | None) -> dict[str, Path]:
@@ -500,7 +491,7 @@ def companions(source: str | PathLike[str] | None) -> dict[str, Path]:
         raise FileNotFoundError(
             f"there is no folder {source} to copy the tokenizer from; name another as `source`"
         )
-    found = {name: own_file(folder, name) for name in companion_names(folder)}
+    found = {name: hf_folder.own_file(folder, name) for name in hf_folder.companion_names(folder)}
     return {name: path for name, path in found.items() if path is not None}
 
 
@@ -526,8 +517,8 @@ def write_end_tokens(
     if config.scores:  # nothing is written with scores
         return
     if path is not None:
-        values = read_json(path)
-        known = end_tokens_of(values)
+        values = hf_folder.read_json(path)
+        known = hf_folder.end_tokens_of(values)
     else:
         original = json.loads(config.original or "{}")
         both = (original.get("text_config") or {}) | original
@@ -536,4 +527,4 @@ def write_end_tokens(
     if not set(learned) <= set(known):
         values["eos_token_id"] = list(dict.fromkeys((*known, *learned)))
         text = json.dumps(values, indent=2) + "\n"
-        (folder / GENERATION_CONFIG).write_text(text, encoding="utf-8")
+        (folder / hf_folder.GENERATION_CONFIG).write_text(text, encoding="utf-8")

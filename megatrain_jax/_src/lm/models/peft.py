@@ -24,31 +24,12 @@ from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.computed_array import ComputedArray
 from megatrain_jax._src.common.outside import naming
+from megatrain_jax._src.lm.common import hf_folder
 from megatrain_jax._src.lm.common.adapter_layers import EMBEDDINGS, HEADS, different_layers
-from megatrain_jax._src.lm.common.hf_folder import (
-    GENERATION_CONFIG,
-    existing_folder,
-    own_file,
-    read_json,
-    regular_file,
-    required_file,
-)
 from megatrain_jax._src.lm.common.hub import CHECKPOINT_FILES, folder_or_download
+from megatrain_jax._src.lm.models import export
 from megatrain_jax._src.lm.models.config import FAMILIES
 from megatrain_jax._src.lm.models.decoder import Decoder
-from megatrain_jax._src.lm.models.export import (
-    atomic_folder,
-    check_chat_template,
-    companions,
-    copy_companions,
-    decoder_of,
-    new_folder,
-    source_folder,
-    write_chat_template,
-    write_config,
-    write_end_tokens,
-    written_once,
-)
 from megatrain_jax._src.lm.models.lora import Lora, ModulePath, adapted_modules, lora, name_of
 from megatrain_jax._src.lm.models.pretrained import (
     ParameterTensors,
@@ -177,7 +158,9 @@ def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int 
     """
     checks.instance("pretrained", pretrained, Pretrained, "from models.load_pretrained")
     holds = f"adapters ({CONFIG} and {WEIGHTS})"
-    folder = folder_or_download("folder", folder, holds, (CONFIG, WEIGHTS, GENERATION_CONFIG))
+    folder = folder_or_download(
+        "folder", folder, holds, (CONFIG, WEIGHTS, hf_folder.GENERATION_CONFIG)
+    )
     config = with_end_tokens(pretrained.config, folder, add=True)
     pretrained = with_config(pretrained, config)
     settings = read_settings(folder, merging=False)
@@ -235,8 +218,8 @@ def read_settings(folder: Path, *, merging: bool) -> AdapterSettings:
         ValueError: If it is damaged, or describes adapters of another kind, or with an option that
             isn't known.
     """
-    path = required_file(folder, CONFIG)
-    values = read_json(path)
+    path = hf_folder.required_file(folder, CONFIG)
+    values = hf_folder.read_json(path)
     given = {"peft_type": None, **values}
     wrong = [
         f"{name[:60]}={checks.shown(value)}"
@@ -326,7 +309,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         FileNotFoundError: If there is no such file.
         ValueError: If it is damaged, has no tensors, or LoRA of embeddings.
     """
-    path = regular_file(folder, WEIGHTS)
+    path = hf_folder.regular_file(folder, WEIGHTS)
     if path is None:
         raise FileNotFoundError(
             f"there is no {WEIGHTS} in {folder}; PEFT writes it with `safe_serialization=True`"
@@ -468,11 +451,11 @@ def save_lora(
             this function or `save_pretrained` has not written.
     """
     checks.word("dtype", dtype, CODES)
-    check_chat_template(chat_template)
-    folder = new_folder(folder, overwrite=overwrite)
+    export.check_chat_template(chat_template)
+    folder = export.new_folder(folder, overwrite=overwrite)
     if source is not None:
-        source = existing_folder("source", source, "a tokenizer")
-    model = decoder_of(trainer, params)
+        source = hf_folder.existing_folder("source", source, "a tokenizer")
+    model = export.decoder_of(trainer, params)
     modules = dict(adapted_modules(model))
     if not modules:
         raise ValueError("`trainer` has no adapters to save; save_pretrained writes whole models")
@@ -503,21 +486,26 @@ def save_lora(
     # Imported here, as in `load_pretrained`, because it is an optional dependency.
     from safetensors.numpy import save_file
 
-    copied = companions(source)
-    settings_file, base = copied.get(GENERATION_CONFIG), source_folder(model.config)
+    copied = export.companions(source)
+    settings_file, base = (
+        copied.get(hf_folder.GENERATION_CONFIG),
+        export.source_folder(model.config),
+    )
     if settings_file is None and base is not None and base.is_dir():
-        settings_file = own_file(base, GENERATION_CONFIG)
+        settings_file = hf_folder.own_file(base, hf_folder.GENERATION_CONFIG)
     learned = trainer.end_tokens if isinstance(trainer, Trainer) else ()
 
     def write() -> None:
-        with atomic_folder(folder, overwrite=overwrite) as at:
+        with export.atomic_folder(folder, overwrite=overwrite) as at:
             save_file(tensors, at / "adapter_model.safetensors", metadata={"format": "pt"})
             (at / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-            copy_companions(at, copied)
-            write_chat_template(at, chat_template)
-            write_end_tokens(at, settings_file, model.config, (*model.config.end_tokens, *learned))
+            export.copy_companions(at, copied)
+            export.write_chat_template(at, chat_template)
+            export.write_end_tokens(
+                at, settings_file, model.config, (*model.config.end_tokens, *learned)
+            )
 
-    written_once(trainer, write)
+    export.written_once(trainer, write)
     return folder
 
 
@@ -653,7 +641,7 @@ def merge_adapter(
             no export has written.
     """
     max_shard_bytes = checks.integer("max_shard_bytes", max_shard_bytes)
-    folder = new_folder(folder, overwrite=overwrite)
+    folder = export.new_folder(folder, overwrite=overwrite)
     holds = f"adapters ({CONFIG} and {WEIGHTS})"
     source = folder_or_download("adapter", adapter, holds, _ADAPTER_FILES)
     settings = read_settings(source, merging=True)
@@ -663,8 +651,8 @@ def merge_adapter(
         raise ValueError(f"{source / CONFIG} names no base model: pass its folder as `base`")
     holds = "the checkpoint that the adapters belong to"
     at_base = folder_or_download("base", named if base is None else base, holds, CHECKPOINT_FILES)
-    config = required_file(at_base, "config.json")
-    values = read_json(config)
+    config = hf_folder.required_file(at_base, "config.json")
+    values = hf_folder.read_json(config)
     with naming(config):
         for part in (values, values.get("text_config")):
             if isinstance(part, Mapping):
@@ -694,12 +682,12 @@ def merge_adapter(
     check_known(at_base, codes)
     written = [NamedTensor(name=n, array=a, code=codes[n]) for n, a in arrays.items()]
     # A tokenizer beside the adapters has the tokens and the template that they were trained with.
-    copied = companions(at_base) | companions(source)
+    copied = export.companions(at_base) | export.companions(source)
     most = Counter(code for name, code in codes.items() if code in DTYPES).most_common(1)[0][0]
-    with atomic_folder(folder, overwrite=overwrite) as at:
+    with export.atomic_folder(folder, overwrite=overwrite) as at:
         write_tensors(at, written, max_shard_bytes)
-        write_config(at, values, DTYPES[most].name)
-        copy_companions(at, copied)
+        export.write_config(at, values, DTYPES[most].name)
+        export.copy_companions(at, copied)
     return folder
 
 

@@ -38,22 +38,8 @@ from jax.extend import core as jex
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.effects import has_side_effects
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
+from megatrain_jax._src.engine.program.loss import partition
 from megatrain_jax._src.engine.program.loss.gradients import refuse_read_callbacks
-from megatrain_jax._src.engine.program.loss.partition import (
-    CONST,
-    DATA,
-    EFFECT,
-    MAIN,
-    PARAM,
-    SMALL,
-    Dataflow,
-    Stretch,
-    assign,
-    find_shared,
-    find_stretches,
-    without_block,
-    without_empty,
-)
 from megatrain_jax._src.engine.program.loss.stage_warnings import find_warnings
 from megatrain_jax._src.engine.program.loss.stages import (
     Program,
@@ -134,7 +120,7 @@ class StageComparer:
         """Whether an operand is a literal or small constant that decides no computation."""
         if jx.is_literal(atom):
             return eqn.primitive.name not in DECIDING
-        return atom in self.consts and jx.num_elements(atom.aval) <= SMALL
+        return atom in self.consts and jx.num_elements(atom.aval) <= partition.SMALL
 
     def _key(self, atom) -> Hashable:
         if jx.is_literal(atom):
@@ -196,10 +182,10 @@ def cut(
     Raises:
         ValueError: The loss depends on nothing trainable, or a stage reads a callback's result.
     """
-    flow = Dataflow(traced, leaves, name)
+    flow = partition.Dataflow(traced, leaves, name)
     loss, *arrays = traced.jaxpr.outvars[: len(traced.jaxpr.outvars) - num_variables]
     read = [loss] if is_loss else [loss, *arrays]
-    if all(jx.is_literal(v) or flow.kind[v] in (CONST, DATA) for v in read):
+    if all(jx.is_literal(v) or flow.kind[v] in (partition.CONST, partition.DATA) for v in read):
         found = (
             f"the loss that {name} returns does"
             if is_loss
@@ -211,19 +197,23 @@ def cut(
             f"the loss that {name} returns does not depend on any parameter that is `trainable`"
         )
     refuse_read_callbacks(flow)
-    if shared := find_shared(flow):
-        leaves = [without_block(leaf) if i in shared else leaf for i, leaf in enumerate(leaves)]
-        flow = Dataflow(traced, leaves, name)
-    program = _Builder(flow, find_stretches(flow), alike).program(num_variables, is_loss)
+    if shared := partition.find_shared(flow):
+        leaves = [
+            partition.without_block(leaf) if i in shared else leaf for i, leaf in enumerate(leaves)
+        ]
+        flow = partition.Dataflow(traced, leaves, name)
+    program = _Builder(flow, partition.find_stretches(flow), alike).program(num_variables, is_loss)
     return dataclasses.replace(program, shared=shared)
 
 
 class _Builder:
     """Collects the equations, inputs and outputs of each stage of one program."""
 
-    def __init__(self, flow: Dataflow, stretches: list[Stretch], alike: bool):
+    def __init__(self, flow: partition.Dataflow, stretches: list[partition.Stretch], alike: bool):
         self.flow, self.consts, self.alike = flow, flow.consts, alike
-        self.stretches, self.stage_of = without_empty(stretches, assign(flow, stretches))
+        self.stretches, self.stage_of = partition.without_empty(
+            stretches, partition.assign(flow, stretches)
+        )
         self.rows: list[list[int]] = [[] for _ in self.stretches]  # of each stage, ascending
         for i in sorted(self.stage_of):
             self.rows[self.stage_of[i]].append(i)
@@ -247,11 +237,11 @@ class _Builder:
         home: dict[int, int | None] = {}
         for i in reversed(range(len(jaxpr.eqns))):
             eqn, kind = jaxpr.eqns[i], flow.eqn_kind[i]
-            if kind in (MAIN, EFFECT):
+            if kind in (partition.MAIN, partition.EFFECT):
                 stage = self.stage_of[i]
-            elif kind == DATA:
+            elif kind == partition.DATA:
                 stages = set().union(*(uses[v] for v in eqn.outvars))
-                large = any(jx.num_elements(v.aval) > SMALL for v in eqn.outvars)
+                large = any(jx.num_elements(v.aval) > partition.SMALL for v in eqn.outvars)
                 alone = large and len(stages) == 1 and not has_side_effects(eqn)
                 stage = home[i] = next(iter(stages)) if alone else None
             else:
@@ -296,7 +286,7 @@ class _Builder:
         body = _Body(self, s)
         body.pull(self.rows[s])
         if s == len(self.stretches) - 1:
-            body.pull(self._producers(jx.variables(self.flow.jaxpr.outvars), PARAM))
+            body.pull(self._producers(jx.variables(self.flow.jaxpr.outvars), partition.PARAM))
         return body
 
     def _producers(self, variables: Sequence[Any], kind: int) -> list[int]:
@@ -311,9 +301,9 @@ class _Builder:
         if s is None:
             return False
         kind = self.flow.kind[var]
-        if kind == MAIN:
+        if kind == partition.MAIN:
             return self.stage_of[self.flow.producer[var]] != s
-        if kind == DATA:
+        if kind == partition.DATA:
             return var not in self.flow.producer or self.home[self.flow.producer[var]] != s
         return False
 
@@ -369,7 +359,7 @@ class _Builder:
         wanted.update(jx.variables(self.flow.jaxpr.outvars))
 
         def is_output(v: Any) -> bool:
-            return v in wanted and self.flow.kind[v] in (MAIN, PARAM)
+            return v in wanted and self.flow.kind[v] in (partition.MAIN, partition.PARAM)
 
         classes: dict[Hashable, list[_Body]] = defaultdict(list)
         for body in bodies:
@@ -400,10 +390,12 @@ class _Builder:
     def _prologue(self):
         """The prologue's jaxpr, constants and output ids: data-only values and stand-ins."""
         kind = self.flow.kind
-        wanted = [v for v in self.ids if v in self.lifted or kind[v] in (DATA, CONST)]
+        wanted = [
+            v for v in self.ids if v in self.lifted or kind[v] in (partition.DATA, partition.CONST)
+        ]
         body = _Body(self, None)
         body.pull([i for i, home in sorted(self.home.items()) if home is None])
-        body.pull(self._producers(wanted, CONST))
+        body.pull(self._producers(wanted, partition.CONST))
         outvars = [self.lifted.get(v, v) for v in wanted]
         read = [v for v in jx.variables(outvars) if v in self.consts]
         consts = list(dict.fromkeys([*body.operands()[0], *read]))
@@ -445,7 +437,7 @@ class _Body:
                     inputs.setdefault(v)
                 elif v in self.builder.consts:
                     consts.setdefault(v)
-                elif flow.kind[v] == PARAM:
+                elif flow.kind[v] == partition.PARAM:
                     leaves.setdefault(v)
             inner.update(eqn.outvars)
         return list(consts), list(leaves), list(inputs)

@@ -18,12 +18,7 @@ from megatrain_jax._src.common.sizes import counted
 from megatrain_jax._src.common.trees import ModelPath
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.effects import ordered_callbacks
-from megatrain_jax._src.engine.program.layers.blocks import (
-    Leaf,
-    assemble,
-    find_leaves,
-    find_upstream,
-)
+from megatrain_jax._src.engine.program.layers import blocks
 from megatrain_jax._src.engine.program.layers.inline import Inliner
 from megatrain_jax._src.engine.program.layers.sliced_values import Value, stack
 from megatrain_jax._src.engine.program.layers.stacks import Stack, Stacks, find_stacks
@@ -169,7 +164,7 @@ def leaves_of(
     shapes: Sequence[jax.ShapeDtypeStruct],
     is_trainable: Sequence[bool],
     stacks: Sequence[Stack] | None = None,
-) -> tuple[Leaf, ...]:
+) -> tuple[blocks.Leaf, ...]:
     """Lists the leaves of the model, with stacked parameters split as the loss reads them.
 
     Args:
@@ -180,15 +175,15 @@ def leaves_of(
         stacks: Stacks to split; None for all that the loss reads slice by slice.
     """
     source = traced.traced
-    upstream = find_upstream(source.jaxpr, len(source.consts), traced.num_parameters)
+    upstream = blocks.find_upstream(source.jaxpr, len(source.consts), traced.num_parameters)
     stacks = traced.stacks.stacks if stacks is None else stacks
-    found = find_leaves(paths, shapes, stacks, upstream)
+    found = blocks.find_leaves(paths, shapes, stacks, upstream)
     return tuple(
         dataclasses.replace(leaf, is_trainable=is_trainable[leaf.parameter]) for leaf in found
     )
 
 
-def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False) -> Program:
+def cut_loss(traced: TracedLoss, leaves: Sequence[blocks.Leaf], *, opened: bool = False) -> Program:
     """Cuts a traced loss into stages over `leaves`.
 
     Args:
@@ -215,7 +210,7 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False
     def flat(leaf_arrays, data_arrays):
         values = [Value(a, frozenset((k,))) for k, a in enumerate(leaf_arrays)]
         places = [(leaf.parameter, leaf.index) for leaf in leaves]
-        parameters = assemble(places, values, traced.num_parameters)
+        parameters = blocks.assemble(places, values, traced.num_parameters)
         inputs = [*parameters, *(Value(a, None) for a in data_arrays)]
         # Outputs must be whole, so stacked results are put together.
         return [stack(v).array for v in inliner.run(source.jaxpr, source.consts, inputs)]
@@ -236,7 +231,7 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False
     return dataclasses.replace(program, metrics=traced.metrics, rows=traced.rows, warnings=warnings)
 
 
-def _module_keys(leaves: Sequence[Leaf]) -> list:
+def _module_keys(leaves: Sequence[blocks.Leaf]) -> list:
     """Module of each leaf: its block, or its top-level module outside blocks.
 
     A `remat` that spans several modules is opened. A path prefix that all parameters share is not a

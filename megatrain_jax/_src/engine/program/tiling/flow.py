@@ -69,18 +69,8 @@ import jax
 import numpy as np
 
 from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program import primitives
 from megatrain_jax._src.engine.program.axes import MAPPED, Axes, Division, Label
-from megatrain_jax._src.engine.program.primitives import (
-    BARRIER,
-    CALLS,
-    CUMULATIVE,
-    CUSTOM_RULES,
-    FREE,
-    FUSED,
-    FUSING,
-    PRODUCTS,
-    REMAT,
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,12 +179,16 @@ class _Opening:
     def _eqn(self, eqn: Any, reads: list[int]) -> list[int]:
         name = eqn.primitive.name
         # A kernel's jaxpr is already differentiated, so a custom rule is an ordinary call.
-        if inner := jx.called(eqn, CALLS | REMAT | CUSTOM_RULES):
-            if name in REMAT and eqn.params["prevent_cse"] and eqn.params["differentiated"]:
+        if inner := jx.called(eqn, primitives.CALLS | primitives.REMAT | primitives.CUSTOM_RULES):
+            if (
+                name in primitives.REMAT
+                and eqn.params["prevent_cse"]
+                and eqn.params["differentiated"]
+            ):
                 reads = self._barriers(eqn, reads)
             return self.run(inner.jaxpr, inner.consts, reads)
         # A barrier of several values becomes one each, because only some of them may have tiles.
-        if name == BARRIER:
+        if name == primitives.BARRIER:
             return self._barriers(eqn, reads)
         # Loops and conditionals are one operation each, on whole values.
         makes = [self.value(v.aval) for v in eqn.outvars]
@@ -353,7 +347,7 @@ def _matching(flow: Flow, reads: tuple[int, ...], way: Division, made: Mapping[i
 
 # Operations that are not recomputed to save a value's bytes. A product is recomputed if its result
 # is much larger than its operands, as attention scores and an MLP's hidden layer are.
-_COSTLY = CUMULATIVE | {"sort", "top_k"}
+_COSTLY = primitives.CUMULATIVE | {"sort", "top_k"}
 _MUCH_LARGER = 2
 
 
@@ -537,7 +531,7 @@ def _cut(
 
 def _is_costly(flow: Flow, labels: Labels, number: int) -> bool:
     op = flow.ops[number]
-    if op.name not in PRODUCTS:
+    if op.name not in primitives.PRODUCTS:
         return op.name in _COSTLY
     pairs = zip(op.reads, labels.divisions[number].operands, strict=True)
     read = sum(flow.num_bytes(v) for v, label in pairs if label is not None)
@@ -604,7 +598,7 @@ def _peak(events: Sequence[_Event], sizes: dict[int, int]) -> int:
     readers: dict[int, list[bool]] = {}
     for reads, _, name, _ in events:
         for v in set(reads):
-            readers.setdefault(v, []).append(name in FUSING)
+            readers.setdefault(v, []).append(name in primitives.FUSING)
     # The values in memory that each value is computed from.
     roots: dict[int, frozenset[int]] = {}
     steps = []
@@ -614,7 +608,7 @@ def _peak(events: Sequence[_Event], sizes: dict[int, int]) -> int:
             read = readers.get(v, [])
             # Fused into its only reader, a result is never written. With two readers a compiler may
             # compute it twice or keep it; this counts it as kept.
-            free = name in FREE or (name in FUSED and len(read) <= 1)
+            free = name in primitives.FREE or (name in primitives.FUSED and len(read) <= 1)
             roots[v] = behind if free and all(read) else frozenset((v,))
         steps.append(([v for v in makes if v in roots[v]], behind, within))
     return jx.peak_bytes(steps, lambda v: sizes.get(v, 0))

@@ -49,14 +49,8 @@ from jax import lax
 from jax.extend import random as jex_random
 
 from megatrain_jax._src.common.sizes import divisors
+from megatrain_jax._src.engine.program import axes
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.axes import (
-    ADDED_INTO,
-    MAPPED,
-    Division,
-    Label,
-    params_of_part,
-)
 from megatrain_jax._src.engine.program.layers.sliced_values import FOLDS
 from megatrain_jax._src.engine.program.primitives import PRODUCTS
 from megatrain_jax._src.engine.program.tiling.flow import (
@@ -72,7 +66,7 @@ from megatrain_jax._src.engine.program.tiling.flow import (
 )
 
 
-def tile_of_bits(eqn: Any, label: Label, tile: Any, num_tiles: int, key: Any) -> Any:
+def tile_of_bits(eqn: Any, label: axes.Label, tile: Any, num_tiles: int, key: Any) -> Any:
     """One tile of the result of a `random_bits` equation.
 
     Args:
@@ -128,23 +122,23 @@ def _wide_product(x: Any, factor: int) -> tuple[Any, Any]:
     return high, x * jnp.uint32(factor)
 
 
-def take(split: Any, label: Label, tile: Any) -> Any:
+def take(split: Any, label: axes.Label, tile: Any) -> Any:
     """A tile of an array that has a separate axis for the tiles."""
     part = lax.dynamic_index_in_dim(split, tile, label.axis + 1, keepdims=False)
     before, after = part.shape[: label.axis], part.shape[label.axis + 2 :]
     return part.reshape(*before, label.outer * label.inner, *after)
 
 
-def put(split: Any, part: Any, label: Label, tile: Any) -> Any:
+def put(split: Any, part: Any, label: axes.Label, tile: Any) -> Any:
     """The array with a tile written into it."""
     part = part.reshape(label.split(part.shape, 1))
     return lax.dynamic_update_index_in_dim(split, part, tile, label.axis + 1)
 
 
-def start_of_sum(eqn: Any, division: Division, operands: Sequence[Any]) -> Any:
+def start_of_sum(eqn: Any, division: axes.Division, operands: Sequence[Any]) -> Any:
     """The initial value to which an operation's tiles are added."""
     aval = eqn.outvars[0].aval
-    if division.kind == ADDED_INTO:
+    if division.kind == axes.ADDED_INTO:
         return lax.convert_element_type(operands[0], _summing_dtype(eqn))
     if eqn.primitive.name in PRODUCTS:
         return jnp.zeros(aval.shape, _summing_dtype(eqn))
@@ -155,13 +149,13 @@ def start_of_sum(eqn: Any, division: Division, operands: Sequence[Any]) -> Any:
     return jx.bind(eqn, [jnp.zeros(shape, _summing_dtype(eqn))])[0]
 
 
-def add_tile(eqn: Any, division: Division, total: Any, operands: Sequence[Any]) -> Any:
+def add_tile(eqn: Any, division: axes.Division, total: Any, operands: Sequence[Any]) -> Any:
     """Adds one more tile to the sum, or another reduction, of the tiles so far.
 
     Narrow floats are summed in fp32.
     """
     name = eqn.primitive.name
-    if division.kind == ADDED_INTO:
+    if division.kind == axes.ADDED_INTO:
         # Not bound, because the addition is a jaxpr among its parameters, in the operands' dtype.
         return lax.scatter_add(
             total,
@@ -187,7 +181,7 @@ def _summing_dtype(eqn: Any) -> Any:
 
 
 def on_tile(
-    eqn: Any, division: Division, tile: Any, num_tiles: int, operands: Sequence[Any]
+    eqn: Any, division: axes.Division, tile: Any, num_tiles: int, operands: Sequence[Any]
 ) -> list[Any]:
     """The results of an operation on one tile.
 
@@ -207,11 +201,11 @@ def on_tile(
     if name == "iota":
         return [_counter(eqn, label, tile, num_tiles)]
     operand, length = division.operands[0], label.outer * label.inner
-    params = params_of_part(eqn, label.axis, operand and operand.axis, length)
+    params = axes.params_of_part(eqn, label.axis, operand and operand.axis, length)
     return jx.bind(eqn.replace(params=params), operands)
 
 
-def _counter(eqn: Any, label: Label, tile: Any, num_tiles: int) -> Any:
+def _counter(eqn: Any, label: axes.Label, tile: Any, num_tiles: int) -> Any:
     params, length = eqn.params, label.outer * label.inner
     shape = tuple(length if a == label.axis else n for a, n in enumerate(params["shape"]))
     if params["dimension"] != label.axis:
@@ -240,9 +234,9 @@ def run_loop(
     avals, made = flow.avals, labels.made
     # A value that is made and read here with the same label passes from one operation to the next
     # within a tile; everything else comes from outside, whole or as slices of whole arrays.
-    inside = {v for op, division in loop.ops if division.kind == MAPPED for v in op.makes}
+    inside = {v for op, division in loop.ops if division.kind == axes.MAPPED for v in op.makes}
 
-    def is_inside(v: int, label: Label) -> bool:
+    def is_inside(v: int, label: axes.Label) -> bool:
         return v in inside and made[v] == label
 
     # Reshaped once, before the loop, so that each tile takes a slice with one index.
@@ -257,7 +251,7 @@ def run_loop(
     buffers = [
         jnp.zeros(shape, avals[v].dtype) for v, shape in zip(loop.stored, shapes, strict=True)
     ]
-    summing = {v: (op, way) for op, way in loop.ops if way.kind != MAPPED for v in op.makes}
+    summing = {v: (op, way) for op, way in loop.ops if way.kind != axes.MAPPED for v in op.makes}
     totals = [
         start_of_sum(op.eqn, way, [values.get(read) for read in op.reads])
         for op, way in (summing[v] for v in loop.summed)
@@ -267,14 +261,14 @@ def run_loop(
         own: dict[int, Any] = {}
         sums = dict(zip(loop.summed, carry[1], strict=True))
 
-        def operand(v: int, label: Label | None) -> Any:
+        def operand(v: int, label: axes.Label | None) -> Any:
             if label is None:
                 return values[v]
             return own[v] if is_inside(v, label) else take(sliced[v, label], label, tile)
 
         for op, way in loop.ops:
             operands = [operand(v, x) for v, x in zip(op.reads, way.operands, strict=True)]
-            if way.kind == MAPPED:
+            if way.kind == axes.MAPPED:
                 parts = on_tile(op.eqn, way, tile, num_tiles, operands)
                 own.update(zip(op.makes, parts, strict=True))
             else:
@@ -423,7 +417,7 @@ def _candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[Propagated
         for axis, size in enumerate(getattr(flow.avals[v], "shape", ())):
             # `outer` is the number of devices, so a tile has rows from each device's part, and no
             # device waits while another computes its part.
-            label = Label(axis, num_devices, size // (num_tiles * num_devices))
+            label = axes.Label(axis, num_devices, size // (num_tiles * num_devices))
             fits = size and size % (num_tiles * num_devices) == 0
             if not fits or any((v, label) in labels for _, labels in found):
                 continue

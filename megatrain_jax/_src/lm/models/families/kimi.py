@@ -11,14 +11,7 @@ from jaxtyping import Array, Float
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.models import hf_common
 from megatrain_jax._src.lm.models.decoder_options import DecoderOptions, ParameterMaker
-from megatrain_jax._src.lm.models.families.deepseek import (
-    DEEPSEEK_V3,
-    DeepseekOptions,
-    grouped_experts,
-    latent_attention,
-    latent_sizes,
-    sparse_layers,
-)
+from megatrain_jax._src.lm.models.families import deepseek
 from megatrain_jax._src.lm.models.families.hybrids import (
     LAYER_KINDS,
     GatedNorm,
@@ -31,7 +24,7 @@ from megatrain_jax._src.lm.models.layers import HiddenStates, Linear, rms_normal
 
 
 @dataclass(frozen=True, kw_only=True)
-class KimiOptions(DeepseekOptions):
+class KimiOptions(deepseek.DeepseekOptions):
     """The sizes of latent attention, the options of routing, and the sizes of linear attention.
 
     Attributes:
@@ -104,7 +97,7 @@ _USUAL = {
 def _sizes(fields: Fields) -> dict[str, Any]:
     values = {_USUAL[name]: fields.take(name, None) for name in _USUAL if name in fields.values}
     fields.values = {**fields.values, **values}
-    return latent_sizes(fields, kv_heads=32, eps=1e-5)
+    return deepseek.latent_sizes(fields, kv_heads=32, eps=1e-5)
 
 
 def _layer_types(given: Fields, num_layers: int) -> list[str]:
@@ -135,12 +128,12 @@ def _kimi_linear(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         taps=given.integer("short_conv_kernel_size", taps),
     )
     given.finish()
-    attention, options = latent_attention(fields, sizes, query_rank=None)
-    experts = grouped_experts(
+    attention, options = deepseek.latent_attention(fields, sizes, query_rank=None)
+    experts = deepseek.grouped_experts(
         fields,
         sizes,
         options=KimiOptions,
-        layers=sparse_layers(fields, num_layers, first),
+        layers=deepseek.sparse_layers(fields, num_layers, first),
         moe_intermediate_size=1024,
         n_routed_experts=256,
         routed_scaling_factor=2.446,
@@ -164,7 +157,7 @@ KIMI_LINEAR = Family(
     unread="model_max_length pretraining_tp qk_head_dim",
     sizes=_sizes,
     rope=None,
-    always={**DEEPSEEK_V3.always, "linear": KimiDeltaNet},
+    always={**deepseek.DEEPSEEK_V3.always, "linear": KimiDeltaNet},
     more=_kimi_linear,
     renames={
         "linear_attn": "self_attn",

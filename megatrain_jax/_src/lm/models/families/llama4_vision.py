@@ -19,16 +19,7 @@ from megatrain_jax._src.lm.models.decoder_options import (
     DecoderOptions,
     ParameterMaker,
 )
-from megatrain_jax._src.lm.models.families.patch_tower import (
-    Block,
-    Hidden,
-    Pixels,
-    TowerConfig,
-    Vision,
-    joined_squares,
-    own_options,
-    patches_of,
-)
+from megatrain_jax._src.lm.models.families import patch_tower
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.images import FixedImages
 from megatrain_jax._src.lm.models.layers import LayerNorm, Linear
@@ -59,9 +50,9 @@ class Llama4VisionConfig(FixedImages):
     wide: int
     theta: float
 
-    def make(self, decoder: DecoderOptions, make: ParameterMaker) -> Vision:
+    def make(self, decoder: DecoderOptions, make: ParameterMaker) -> patch_tower.Vision:
         """Makes the module."""
-        return Vision(Tower(self, decoder, make), Projector(self, decoder, make))
+        return patch_tower.Vision(Tower(self, decoder, make), Projector(self, decoder, make))
 
     def tensor_name(self, path: tuple[str, ...]) -> str:
         """Returns the name of a parameter in the checkpoint."""
@@ -93,7 +84,7 @@ def read_llama4_vision(config: Mapping[str, Any]) -> Llama4VisionConfig:
     outside = {"rope_theta": fields.take("rope_theta", 10_000.0)}
     turned = Fields(outside | hf_common.rope_parameters(fields))
     turned.neutral(rope_type="default")
-    tower = TowerConfig(
+    tower = patch_tower.TowerConfig(
         hidden_size=fields.integer("hidden_size", 768),
         intermediate_size=fields.integer("intermediate_size", 5632),
         num_layers=fields.integer("num_hidden_layers", 34),
@@ -121,7 +112,7 @@ def read_llama4_vision(config: Mapping[str, Any]) -> Llama4VisionConfig:
     )
 
 
-def _check(tower: TowerConfig, merge: int, widths: dict[str, int]) -> None:
+def _check(tower: patch_tower.TowerConfig, merge: int, widths: dict[str, int]) -> None:
     head_dim, rest = divmod(tower.hidden_size, tower.num_heads)
     if rest or head_dim % 4 or tower.image_size % tower.patch_size:
         raise ValueError(
@@ -146,14 +137,14 @@ def _check(tower: TowerConfig, merge: int, widths: dict[str, int]) -> None:
 class PatchEmbedding(nnx.Module):
     """A product with each patch."""
 
-    def __init__(self, tower: TowerConfig, make: ParameterMaker):
+    def __init__(self, tower: patch_tower.TowerConfig, make: ParameterMaker):
         """Makes the parameters."""
         self.size, self.sides = tower.patch_size, tower.patches_per_side
         self.linear = Linear(tower.channels * self.size**2, tower.hidden_size, make)
 
-    def __call__(self, pixels: Pixels) -> Hidden:
+    def __call__(self, pixels: patch_tower.Pixels) -> patch_tower.Hidden:
         """Embeds the patches of each tile, row by row."""
-        patches = patches_of(pixels, self.size, self.sides)
+        patches = patch_tower.patches_of(pixels, self.size, self.sides)
         return self.linear(patches.astype(self.linear.weight[...].dtype))
 
 
@@ -163,17 +154,21 @@ class Tower(nnx.Module):
     def __init__(self, config: Llama4VisionConfig, decoder: DecoderOptions, make: ParameterMaker):
         """Makes the parameters; blocks have the options of `decoder` that are not their own."""
         tower = config.tower
-        own = own_options(decoder, tower, norm="layer", norm_eps=_EPS, qkv_bias=True, qk_norm=False)
+        own = patch_tower.own_options(
+            decoder, tower, norm="layer", norm_eps=_EPS, qkv_bias=True, qk_norm=False
+        )
         self.sides = tower.patches_per_side
         self.rope = Rope(dim=tower.hidden_size // tower.num_heads // 2, base=config.theta)
         self.patch_embedding = PatchEmbedding(tower, make)
         self.class_embedding = make.weight(tower.hidden_size)
         self.positional_embedding_vlm = make.weight(self.sides**2 + 1, tower.hidden_size)
         self.layernorm_pre = LayerNorm(tower.hidden_size, own, make)
-        self.blocks = nnx.List([Block(own, None, make) for _ in range(tower.num_layers)])
+        self.blocks = nnx.List(
+            [patch_tower.Block(own, None, make) for _ in range(tower.num_layers)]
+        )
         self.layernorm_post = LayerNorm(tower.hidden_size, own, make)
 
-    def __call__(self, pixels: Pixels) -> Hidden:
+    def __call__(self, pixels: patch_tower.Pixels) -> patch_tower.Hidden:
         """Returns the hidden states of all patches, row by row, after the last norm."""
         x = self.patch_embedding(pixels)
         last = jnp.broadcast_to(self.class_embedding[...], (len(x), 1, x.shape[2]))
@@ -217,6 +212,6 @@ class Projector(nnx.Module):
         self.mlp = Adapter(config, make)
         self.linear_1 = Linear(config.wide, decoder.hidden_size, make)
 
-    def __call__(self, x: Hidden) -> Float[Array, "tiles squares wide"]:
+    def __call__(self, x: patch_tower.Hidden) -> Float[Array, "tiles squares wide"]:
         """Returns the vectors of each tile."""
-        return self.linear_1(self.mlp(joined_squares(x, self.merge)))
+        return self.linear_1(self.mlp(patch_tower.joined_squares(x, self.merge)))

@@ -18,22 +18,14 @@ from jaxtyping import Array, Float
 from megatrain_jax._src.lm.models import hf_common
 from megatrain_jax._src.lm.models.causal_attention import choose_keys
 from megatrain_jax._src.lm.models.decoder_options import DecoderOptions, ParameterMaker
-from megatrain_jax._src.lm.models.families.deepseek import (
-    DEEPSEEK_V3,
-    DeepseekOptions,
-    LatentAttention,
-    grouped_experts,
-    latent_attention,
-    latent_sizes,
-    sparse_layers,
-)
+from megatrain_jax._src.lm.models.families import deepseek
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.layers import HiddenStates, Layer, LayerNorm, Linear, Segments
 from megatrain_jax._src.lm.models.rotary import Rotation, rotate
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseOptions(DeepseekOptions):
+class SparseOptions(deepseek.DeepseekOptions):
     """The sizes of indexers, in addition to those of latent attention and of routing.
 
     Attributes:
@@ -83,7 +75,7 @@ class Indexer(nnx.Module):
         return choose_keys(q, weights, k[:, :, 0], segments, self.most)
 
 
-class SparseAttention(LatentAttention):
+class SparseAttention(deepseek.LatentAttention):
     """Latent attention to chosen tokens."""
 
     def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
@@ -143,14 +135,14 @@ def _sparse(
     num_layers = sizes["num_layers"]
     fields.neutral(layer_types=["indexed_attention"] * num_layers)
     widths = {"query_rank": query_rank, "plain_dim": plain_dim, "value_dim": value_dim}
-    attention, options = latent_attention(fields, sizes, **widths)
+    attention, options = deepseek.latent_attention(fields, sizes, **widths)
     fields.integer("q_lora_rank", query_rank)  # null is refused: an indexer reads this latent
     first = fields.integer("first_k_dense_replace", 3, least=0)
-    experts = grouped_experts(
+    experts = deepseek.grouped_experts(
         fields,
         sizes,
         options=SparseOptions,
-        layers=sparse_layers(fields, num_layers, first),
+        layers=deepseek.sparse_layers(fields, num_layers, first),
         moe_intermediate_size=2048,
         n_routed_experts=256,
         routed_scaling_factor=2.5,
@@ -190,12 +182,16 @@ def _glm_moe_dsa(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 
 # Transformers doesn't read the neutral and the unread fields.
 DEEPSEEK_V32 = replace(
-    DEEPSEEK_V3,
+    deepseek.DEEPSEEK_V3,
     model_type="deepseek_v32",
     scorer=None,
-    neutral={**DEEPSEEK_V3.neutral, "rope_interleave": True, "indexer_rope_interleave": False},
-    unread=f"{DEEPSEEK_V3.unread} mlp_bias",
-    always={**DEEPSEEK_V3.always, "attention": SparseAttention, "layer": SparseLayer},
+    neutral={
+        **deepseek.DEEPSEEK_V3.neutral,
+        "rope_interleave": True,
+        "indexer_rope_interleave": False,
+    },
+    unread=f"{deepseek.DEEPSEEK_V3.unread} mlp_bias",
+    always={**deepseek.DEEPSEEK_V3.always, "attention": SparseAttention, "layer": SparseLayer},
     more=_deepseek_v32,
 )
 
@@ -209,6 +205,6 @@ GLM_MOE_DSA = replace(
         "moe_router_dtype": "float32",
     },
     unread=f"index_share_for_mtp_iteration {DEEPSEEK_V32.unread}",
-    sizes=partial(latent_sizes, kv_heads=64, eps=1e-5),
+    sizes=partial(deepseek.latent_sizes, kv_heads=64, eps=1e-5),
     more=_glm_moe_dsa,
 )
