@@ -46,12 +46,7 @@ MIXTRAL = Family(
     neutral={"router_jitter_noise": 0.0},
     sizes={"kv_heads": 8, "eps": 1e-5},
     rope={"theta": 1_000_000.0},
-    experts={
-        "names": ("num_local_experts", "num_experts"),
-        "num": 8,
-        "per_token": 2,
-        "normalize": True,
-    },
+    experts={"num": 8, "per_token": 2, "normalize": True},
     more=lambda fields, _: {"windows": hf_common.windows_everywhere(fields, None)},
     renames={"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
 )
@@ -63,12 +58,7 @@ OLMOE = Family(
     model_type="olmoe",
     scorer=None,
     sizes={"eps": 1e-5, "head_dim_fixed": True},
-    experts={
-        "names": ("num_local_experts", "num_experts"),
-        "num": 64,
-        "per_token": 8,
-        "balance": 0.01,
-    },
+    experts={"num": 64, "per_token": 8, "balance": 0.01},
     always={"attention": WideNormAttention},
 )
 
@@ -312,12 +302,7 @@ GPT_OSS = Family(
             "original_max_position_embeddings": 4096,
         },
     },
-    experts={
-        "names": ("num_local_experts", "num_experts"),
-        "num": 128,
-        "per_token": 4,
-        "normalize": True,
-    },
+    experts={"num": 128, "per_token": 4, "normalize": True},
     always={"attention": GptOssAttention, "mixture": GptOssMixture},
     more=_gpt_oss,
     stacked=True,
