@@ -18,26 +18,12 @@ _MAX_JSON_BYTES = 2**28
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 # Files of tokenizers, processors and text generation. Nothing else is copied, least of all code.
-_COMPANIONS = (
-    "added_tokens.json",
-    CHAT_TEMPLATE,
-    "chat_template.json",
-    GENERATION_CONFIG,
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "sentencepiece.bpe.model",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tekken.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer.model.v3",
-    "tokenizer_config.json",
-    "video_preprocessor_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
+_COMPANIONS = f"""
+    added_tokens.json {CHAT_TEMPLATE} chat_template.json {GENERATION_CONFIG} merges.txt
+    preprocessor_config.json processor_config.json sentencepiece.bpe.model special_tokens_map.json
+    spiece.model tekken.json tokenizer.json tokenizer.model tokenizer.model.v3
+    tokenizer_config.json video_preprocessor_config.json vocab.json vocab.txt
+""".split()
 _TEMPLATES = "additional_chat_templates"
 _OTHERS = ("config.json", "adapter_config.json", "model.safetensors.index.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")

@@ -25,14 +25,10 @@ Source = str | PathLike[str] | Iterable[Any]
 _ALLOWED = "a path, an iterable of rows, or a list of these"
 # Files that describe a dataset, as `datasets` and others write them; they have no rows.
 _SAVED = "state.json"
-_METADATA = (
-    _SAVED,
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-    "dataset-metadata.json",
-    "croissant.json",
-)
+_METADATA = f"""
+    {_SAVED} dataset_info.json dataset_infos.json dataset_dict.json dataset-metadata.json
+    croissant.json
+""".split()
 # Tokenizers with 250,000 tokens have files of about 30 MB.
 _MOST_OF_SETTINGS = 2**26
 # Words in the paths of files, with the separators that end words; digits are separators, too.
