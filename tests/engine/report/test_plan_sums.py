@@ -80,7 +80,7 @@ def test_parts_of_the_host_s_memory_add_up_whatever_the_schedule():
         first = replace(spec.first, schedule=schedule, num_devices=rng.choice((4, 8)))
         plan = make_plan(replace(spec, first=first), processes, rng.choice((1, processes)))
         parts, process = plan.host_parts, plan.host_process_bytes
-        assert process is not None and len(parts) == 8 and min(parts.values()) >= 0
+        assert process is not None and len(parts) == 9 and min(parts.values()) >= 0
         assert sum(list(parts.values())[:6]) == plan.host_peak_bytes
         assert sum(parts.values()) == processes * process
         assert parts[STATE] == plan.host_bytes

@@ -17,6 +17,7 @@ import megatrain_jax as mt
 from disks import ALL, parts_on_disk
 from megatrain_jax._src.common.keys import LASTING, PASSING, Kind
 from megatrain_jax._src.engine.options.options import MachineOptions, Options
+from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.schedule.choices import Choice
 from megatrain_jax._src.engine.schedule.workload import SLOTS
 from megatrain_jax._src.engine.spec import host
@@ -271,6 +272,13 @@ def test_what_can_t_be_pinned_rests_in_a_folder_in_memory(monkeypatch: pytest.Mo
     assert found is not None and found.on_disk
     process, peak = host.host_process(found, 1, 1), host.peak_bytes(found.first)
     assert process.pool_bytes(peak) <= needed // 2
+    plan = make_plan(found)
+    on_drive = dataclasses.replace(found.options, disk_dir="/tmp")
+    on_drive = make_plan(dataclasses.replace(found, options=on_drive)).host_process_bytes
+    assert on_drive and plan.host_process_bytes == on_drive + plan.unpinned_bytes
+    assert plan.unpinned_bytes >= plan.disk_bytes > 0
+    assert sum(plan.host_parts.values()) == plan.host_process_bytes
+    assert plan.fits_host and plan.host_budget == free and "disk," not in str(plan)
     slower = fit_to_host(host.within_pinned(spec, needed // 2, slow))
     assert found.first.schedule.seconds < slower.first.schedule.seconds / 2
     assert limited.options.host_bytes is not None and limited.options.disk_bytes is not None

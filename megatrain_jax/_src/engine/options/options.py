@@ -32,6 +32,7 @@ from megatrain_jax._src.engine.options.machine import (
     found_hardware,
 )
 from megatrain_jax._src.engine.options.precision import Precision
+from megatrain_jax._src.engine.state.drive import ORDINARY_MEMORY
 from megatrain_jax._src.engine.state.hardware import Hardware
 
 Microbatches = int | Literal["auto"]
@@ -178,6 +179,11 @@ class Options:
         """The folders for state that the host's memory can't hold."""
         assert isinstance(self.disk_dir, tuple | None)
         return tuple(map(Path, self.disk_dir or ()))
+
+    @property
+    def is_disk_memory(self) -> bool:
+        """Whether what would rest on disks rests in memory that isn't pinned."""
+        return self.disk_folders == (ORDINARY_MEMORY,)
 
     @property
     def disk_bytes(self) -> int | None:

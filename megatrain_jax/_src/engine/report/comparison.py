@@ -7,7 +7,7 @@ from itertools import product
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.report import table
 from megatrain_jax._src.engine.report.plan import Plan
-from megatrain_jax._src.engine.report.plan_table import BOUNDS
+from megatrain_jax._src.engine.report.plan_table import bound_of
 
 _MEASURES = ("fits", "a step", "bound by", "host", "device", "in, a step", "out, a step", "")
 
@@ -79,7 +79,7 @@ def _measured(row: PlanRow) -> list[str]:
     return [
         _fits(plan),
         table.seconds(plan.seconds_per_step),
-        BOUNDS[plan.bound] if timed else "",
+        bound_of(plan) if timed else "",
         sized(host),
         sized(plan.device_bytes),
         sized(plan.bytes_in),

@@ -55,6 +55,10 @@ def make_plan(
     moved = moved_bytes(schedule.steady, step.scheduled)
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
     on_disk = devices * sum(workload.size(key) for key in spec.on_disk if key.kind in LASTING)
+    budget, unpinned = spec.options.host_bytes, 0
+    if spec.options.is_disk_memory:
+        unpinned = devices * sum(map(step.scheduled.size, spec.on_disk))
+        budget = (budget or 0) + (spec.options.disk_bytes or 0)
     read, written = moved_bytes(schedule.steady, step.scheduled, spec.on_disk)
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
     templates, num_templates = _templates(step)
@@ -76,12 +80,13 @@ def make_plan(
         disk_bytes=on_disk,
         disk_read_bytes=read * per_host,
         disk_written_bytes=written * per_host,
+        unpinned_bytes=unpinned,
         host_peak_bytes=peak_bytes(step),
         host_gradient_bytes=devices * schedule.transient.gradients,
         host_activation_bytes=devices * schedule.transient.activations,
         host_residual_bytes=devices * schedule.transient.residuals,
-        **_process_bytes(spec, num_processes, processes_per_host),
-        host_budget=spec.options.host_bytes,
+        **_process_bytes(spec, num_processes, processes_per_host, unpinned),
+        host_budget=budget,
         device_budget=spec.budget_bytes,
         device_state_bytes=schedule.peak_bytes,
         device_excess=_excess(spec) if spec.lacking_device else "",
@@ -130,7 +135,9 @@ def make_plan(
     return dataclasses.replace(plan, memory_bytes=_memory_bytes(plan, step))
 
 
-def _process_bytes(spec: RunSpec, num_processes: int, processes_per_host: int) -> dict[str, int]:
+def _process_bytes(
+    spec: RunSpec, num_processes: int, processes_per_host: int, unpinned: int
+) -> dict[str, int]:
     """A plan's figures for the host memory of a process; empty without hardware."""
     if spec.machine is None and spec.base_bytes is None:
         return {}
@@ -138,11 +145,11 @@ def _process_bytes(spec: RunSpec, num_processes: int, processes_per_host: int) -
     known = {"host_fixed_bytes": process.fixed_bytes}
     if spec.base_bytes is not None:  # a CPU has no pools
         return known | {
-            "host_process_bytes": process.needed(peak_bytes(spec.first) // num_processes)
+            "host_process_bytes": process.needed(peak_bytes(spec.first) // num_processes) + unpinned
         }
     pooled = pooled_bytes(spec, num_processes, processes_per_host)
     known["host_pool_bytes"] = process.pool_bytes(pooled)
-    return known | {"host_process_bytes": process.needed(pooled)}
+    return known | {"host_process_bytes": process.needed(pooled) + unpinned}
 
 
 def moved_bytes(

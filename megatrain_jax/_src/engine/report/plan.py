@@ -32,7 +32,7 @@ _AS_LONG = 0.9
 STATE, UNUSED_PARTS = "masters and optimizer state", "the pool's unused parts"
 WAITING = "gradients that wait", "activations that wait", "residuals that wait"
 SLOTS, MOVING = "on the way to and from disks", "arrays on their way"
-REST = "the rest of the process"
+UNPINNED, REST = "state and values that aren't pinned", "the rest of the process"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,7 @@ class Plan:
         disk_bytes: State that rests on disks, summed over all devices.
         disk_read_bytes: Bytes that each host reads from its disks in a step.
         disk_written_bytes: Bytes that each host writes to its disks in a step.
+        unpinned_bytes: All that would rest on disks, if it rests in memory that isn't pinned.
         host_gradient_bytes: Gradients that wait in the host for their update, at the moment when
             most bytes wait there.
         host_activation_bytes: Activations in the host at that moment.
@@ -203,6 +204,7 @@ class Plan:
     disk_bytes: int = 0
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
+    unpinned_bytes: int = 0
     host_gradient_bytes: int = 0
     host_activation_bytes: int = 0
     host_residual_bytes: int = 0
@@ -243,7 +245,10 @@ class Plan:
         if self.host_process_bytes is not None:
             pools = max(self.host_peak_bytes, (self.host_pool_bytes or 0) * self.num_processes)
             parts[UNUSED_PARTS] = pools - self.host_peak_bytes
-            parts[REST] = max(0, self.host_process_bytes * self.num_processes - pools)
+            parts[UNPINNED] = self.unpinned_bytes
+            parts[REST] = max(
+                0, self.host_process_bytes * self.num_processes - pools - self.unpinned_bytes
+            )
         return parts
 
     @property

@@ -130,8 +130,7 @@ def summary(plan: Plan) -> list[str]:
     if plan.hardware is None:
         lines.append('`hardware`, such as "H100", adds its limits and the seconds of a step.')
     else:
-        alike = "its two busiest resources alike"
-        bound = alike if plan.bound == "neither" else BOUNDS[plan.bound]
+        bound = "its two busiest resources alike" if plan.bound == "neither" else bound_of(plan)
         lines.append(f"Bound by {bound}. What would help: {'; '.join(helps)}.")
     return [*lines, plan.state_choice] if plan.state_choice else lines
 
@@ -146,7 +145,7 @@ def _help(plan: Plan) -> str:
     return {
         "link": 'larger batches, `precision`="compact", or a larger `device_budget`',
         "host": "larger batches",
-        "disk": f'{_hiding_disk(plan)}, `precision`="compact", more host memory or faster drives',
+        "disk": f'{_hiding_disk(plan)}, `precision`="compact", {_instead_of_disk(plan)}',
         "arithmetic": f"a faster GPU{coded}",
         "memory": "larger layers, or fewer elementwise operations",
         "collectives": f"larger batches{networked}",
@@ -154,6 +153,22 @@ def _help(plan: Plan) -> str:
         "dispatch": dispatched,
         "neither": "larger batches, if one is the link",
     }[plan.bound]
+
+
+def bound_of(plan: Plan) -> str:
+    """The bottleneck in words."""
+    return _disk(plan) if plan.bound == "disk" and plan.unpinned_bytes else BOUNDS[plan.bound]
+
+
+def _instead_of_disk(plan: Plan) -> str:
+    """What would shorten the way to and from what the pinned memory can't hold."""
+    lifted = "or a higher limit of pinned memory"
+    return lifted if plan.unpinned_bytes else "more host memory or faster drives"
+
+
+def _disk(plan: Plan) -> str:
+    """What holds the state that the pinned memory can't hold."""
+    return "ordinary memory" if plan.unpinned_bytes else "disk"
 
 
 def _hiding_disk(plan: Plan) -> str:
@@ -186,7 +201,7 @@ def title(plan: Plan) -> str:
 def group_cells(plan: Plan) -> list[list[str]]:
     """The table of parameter groups with a header; a long table omits its middle."""
     size = _sizes(plan)
-    where = "host, disk" if plan.disk_bytes else "host memory"
+    where = f"host, {_disk(plan)}" if plan.disk_bytes else "host memory"
     cells = [["group", "count", "parameters", where, "in all", "template"]]
     for row in plan.groups:
         cells.append(
@@ -249,7 +264,7 @@ def total_cells(plan: Plan) -> list[list[str]]:
         cells += [
             ["a step, estimate", seconds(plan.seconds_per_step), source],
             ["on", f"{number}{machine.name}", _rates(plan, machine)],
-            ["bound by", BOUNDS[plan.bound], _busy(plan)],
+            ["bound by", bound_of(plan), _busy(plan)],
         ]
     return cells
 
@@ -290,17 +305,19 @@ def _disk_cells(plan: Plan) -> list[list[str]]:
     size = _sizes(plan)
     each = " of each host" if plan.num_hosts > 1 else ""
     read, written = map(seconds, plan.seconds_disk or (None, None))
-    worn = f"{plan.disk_written_bytes / 1e9:.3g} TB in 1,000 steps, where 2 TB drives endure 1,200"
+    name, terabytes = _disk(plan), plan.disk_written_bytes / 1e9
+    worn = f"{terabytes:.3g} TB in 1,000 steps, where 2 TB drives endure 1,200"
+    worn = "" if plan.unpinned_bytes else worn
     workload, waiting = plan.workload, 0
     if workload is not None:
         passing = (key for key in workload.on_disk if key.kind not in LASTING)
         waiting = plan.num_devices * sum(map(workload.size, passing))
     return [
-        ["disk, state that rests there", size(plan.disk_bytes), ""],
-        *([["disk, values that wait there", size(waiting), ""]] if waiting else []),
-        [f"from the disk{each}, a step", size(plan.disk_read_bytes), read],
+        [f"{name}, state that rests there", size(plan.disk_bytes), ""],
+        *([[f"{name}, values that wait there", size(waiting), ""]] if waiting else []),
+        [f"from the {name}{each}, a step", size(plan.disk_read_bytes), read],
         [
-            f"to the disk{each}, a step",
+            f"to the {name}{each}, a step",
             size(plan.disk_written_bytes),
             "; ".join(filter(None, (written, worn))),
         ],
@@ -322,7 +339,7 @@ def _busy(plan: Plan) -> str:
     if plan.num_devices > 1:
         names["host"] = "host's memory"
     if plan.disk_bytes:
-        names["disk"] = "disk"
+        names["disk"] = _disk(plan)
     if plan.bound == "dispatch":
         names["dispatch"] = "Python"
     return ", ".join(f"{name} {seconds(plan.busy[key][1])}" for key, name in names.items())
@@ -436,7 +453,7 @@ def _rates(plan: Plan, machine: Hardware) -> str:
         rates.append(f"{machine.network_bytes_per_s / 1e9:.4g} of each host's network")
     if plan.disk_bytes and machine.disk_read_bytes_per_s and machine.disk_write_bytes_per_s:
         read, written = machine.disk_read_bytes_per_s / 1e9, machine.disk_write_bytes_per_s / 1e9
-        rates.append(f"{read:.3g} read from the disk and {written:.3g} written")
+        rates.append(f"{read:.3g} read from the {_disk(plan)} and {written:.3g} written")
         if machine.disk_bytes_per_s != math.inf:
             rates.append(f"{machine.disk_bytes_per_s / 1e9:.3g} both ways together")
     computing = f"{machine.flops_per_s / 1e12:g} TFLOP/s"
