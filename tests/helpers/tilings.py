@@ -11,7 +11,7 @@ from megatrain_jax._src.engine.program.tiling.flow import (
     flow_of,
     ordered,
 )
-from megatrain_jax._src.engine.program.tiling.tiled import Tiled, tiled
+from megatrain_jax._src.engine.program.tiling.tiled import Tiled, coarsest, tiled
 from runs import check_close
 
 TOLERANCE = 2e-6
@@ -25,6 +25,12 @@ def flat_jaxpr(function, *args):
         return jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
 
     return jax.make_jaxpr(flat)(*leaves)
+
+
+def tile_counts(jaxpr, **options) -> tuple[int, ...]:
+    """The numbers of tiles that are worth trying."""
+    found = coarsest(jaxpr, **options)
+    return () if found is None else found.counts
 
 
 def check_same(jaxpr, num_tiles, args, whole=None):

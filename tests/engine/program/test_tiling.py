@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import megatrain_jax as mt
 from inside import on_one_device
 from megatrain_jax._src.engine.program.tiling.flow import flow_of, peak_bytes
-from megatrain_jax._src.engine.program.tiling.tiled import tile_counts, tiled
+from megatrain_jax._src.engine.program.tiling.tiled import tiled
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from optimizers import OPTIMIZERS
 from runs import check_close, make_spec
-from tilings import TOLERANCE, check_same, flat_jaxpr, loops_of
+from tilings import TOLERANCE, check_same, flat_jaxpr, loops_of, tile_counts
 from zoo import CASES
 
 # A sample of the zoo; the others are long.

@@ -230,16 +230,18 @@ def test_tiles_do_not_jump_if_an_estimate_is_slightly_different(monkeypatch):
 
     finder = TileFinder(KernelCache(), on_one_device())
 
-    def chosen(room, factor=1.0):
-        changed = {count: need * (factor if count == 32 else 1) for count, need in needs.items()}
+    def chosen(room, factor=1.0, unit=2**30):
+        changed = {n: unit * need * (factor if n == 32 else 1) for n, need in needs.items()}
         tilings = {n: Tiling(num_tiles=n, num_rows=512 // n) for n in needs}
         monkeypatch.setattr(finder, "_in_tiles", lambda _, n: (tilings[n], changed[n]))
-        monkeypatch.setattr(KernelCache, "estimate", lambda *_: 243.3)
-        found = finder.within(step, room).stages[2].tiles
+        monkeypatch.setattr(KernelCache, "estimate", lambda *_: unit * 243.3)
+        found = finder.within(step, unit * room).stages[2].tiles
         return found["backward"].num_tiles
 
     assert {chosen(21.7, factor) for factor in (0.99, 0.999, 1.0, 1.001, 1.01)} == {64}
-    assert [chosen(room) for room in (26, 30, 40, 90)] == [64, 32, 16, 4]
+    # Whether the first guess is too high, or too low as for bytes.
+    for unit in (2**30, 1):
+        assert [chosen(room, unit=unit) for room in (26, 30, 40, 90)] == [64, 32, 16, 4]
 
 
 def test_where_all_fits_nothing_is_in_tiles(monkeypatch):

@@ -53,7 +53,7 @@ from megatrain_jax._src.engine.program.loss.gradients import differentiated
 from megatrain_jax._src.engine.program.loss.stages import Stage
 from megatrain_jax._src.engine.program.rewriting import in_pieces
 from megatrain_jax._src.engine.program.tiling.flow import Flow, flow_of
-from megatrain_jax._src.engine.program.tiling.tiled import tile_counts, tiled
+from megatrain_jax._src.engine.program.tiling.tiled import Tiled, coarsest, tiled
 from megatrain_jax._src.engine.state.layout import Layout
 
 Keeps = Callable[..., bool]
@@ -260,14 +260,28 @@ class Divisible:
         self._traced = jx.trace(kernel.build(), *takes) if traced is None else traced
         shardings = (x.sharding for x in jax.tree.leaves(takes))
         self._num_devices = max((sharding.num_devices for sharding in shardings), default=1)
+        self._expected: dict[int, int] = {}
 
-    @functools.cached_property
+    @property
     def counts(self) -> Sequence[int]:
         """The numbers of tiles that are worth trying, ascending; empty if it can't be divided."""
+        return self._coarsest.counts if self._coarsest else ()
+
+    @functools.cached_property
+    def _coarsest(self) -> Tiled | None:
         # A callback would get its values in pieces.
         if has_side_effects(self._traced.jaxpr):
-            return ()
-        return tile_counts(self._jaxpr, num_devices=self._num_devices, flow=self._flow)
+            return None
+        return coarsest(self._jaxpr, num_devices=self._num_devices, flow=self._flow)
+
+    def expected_bytes(self, num_tiles: int | None) -> int:
+        """Roughly the bytes that it needs in one of `counts`, or whole; found without a trace."""
+        assert self._coarsest is not None
+        if num_tiles is None:
+            return self._flow.whole_bytes
+        if num_tiles not in self._expected:
+            self._expected[num_tiles] = self._coarsest.expected_bytes(num_tiles)
+        return self._expected[num_tiles]
 
     @functools.cached_property
     def _jaxpr(self) -> Any:

@@ -11,7 +11,6 @@ The block's forward needs 12 GiB and stays undivided.
 """
 
 import dataclasses
-from bisect import bisect_left
 from collections.abc import Hashable, Iterator
 
 from megatrain_jax._src.engine.kernels.bound_stage import Divisible, Tiling, in_tiles
@@ -114,27 +113,36 @@ class TileFinder:
         whole = self.cache.estimate([kernel])
         if whole <= room:
             return None
-        counts = [count for count in self._of(kernel).counts if count <= _MOST_TILES]
+        divisible = self._of(kernel)
+        counts = [count for count in divisible.counts if count <= _MOST_TILES]
         if not counts:
             return None
-        first = self._in_tiles(kernel, counts[0])
-        if first is not None and first[1] <= room:
-            return first[0]
-        # More tiles never need more memory than fewer, and the most need mainly the undivided
-        # parts. Comparing with the most, not with the tiles tried before, depends on no tie.
+        # Estimates differ from expectations by about as much for all numbers of tiles.
+        beside = whole - divisible.expected_bytes(None)
+
+        def within(limit: float) -> Tiling | None:
+            """The fewest tiles that need at most so many bytes; more never need more than fewer."""
+            nonlocal beside
+            low, high, best = -1, len(counts), None
+            while high - low > 1:
+                expected = (divisible.expected_bytes(n) + beside <= limit for n in counts)
+                guess = next((at for at, fits in enumerate(expected) if fits), len(counts))
+                at = min(max(guess, low + 1), high - 1)
+                found = self._in_tiles(kernel, counts[at])
+                if found is not None:
+                    beside = found[1] - divisible.expected_bytes(counts[at])
+                if found is not None and found[1] <= limit:
+                    high, best = at, found[0]
+                else:
+                    low = at
+            return best
+
+        if (found := within(room)) is not None:
+            return found
+        # Comparing with the most tiles, not with those tried before, depends on no tie.
         most = self._in_tiles(kernel, counts[-1])
         least = min(whole, most[1]) if most else whole
-        if least > room and least >= _WORTH * whole:
-            return None
-        limit = room if least <= room else least / _NEAR
-
-        def fits(count: int) -> bool:
-            found = self._in_tiles(kernel, count)
-            return found is not None and found[1] <= limit
-
-        count = counts[bisect_left(counts[:-1], True, key=fits)]
-        found = self._in_tiles(kernel, count)
-        return found[0] if found and found[1] <= limit else None
+        return None if least >= _WORTH * whole else within(least / _NEAR)
 
     def _of(self, kernel: Kernel) -> Divisible:
         like = kernel.name, kernel.key

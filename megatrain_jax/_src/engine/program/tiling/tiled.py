@@ -2,7 +2,8 @@
 
 Example: `tanh(x w) v` with x f32[4096, 8], w f32[8, 32] and v f32[32, 8]::
 
-    tile_counts(jaxpr)   # (2, 4, 8, ..., 4096): the powers of 2 that divide the rows of x
+    coarsest(jaxpr)      # in 2 tiles; its `counts` are (2, 4, 8, ..., 4096), as the rows of x are
+                         # divisible by them
     tiled(jaxpr, 4)      # 4,096 rows, 1,024 per tile; one step, a loop over both products
                          # and tanh: 256 KiB beside x and the result, not 1 MiB
     tiled(jaxpr, 3)      # None: neither 4096 nor 32 can be divided by 3
@@ -304,6 +305,7 @@ class Tiled:
         jaxpr: The closed jaxpr.
         num_tiles: Number of tiles.
         num_rows: Entries of the divided axis, usually tokens.
+        num_devices: Number of devices that may divide the same axis.
         flow: The jaxpr as operations on numbered values.
         labels: How its operations are divided.
         steps: The loops over tiles and the operations on whole values between them, in order.
@@ -312,6 +314,7 @@ class Tiled:
     jaxpr: Any
     num_tiles: int
     num_rows: int
+    num_devices: int = 1
     flow: Flow
     labels: Labels
     steps: tuple[TileLoop | Operation, ...]
@@ -320,6 +323,16 @@ class Tiled:
     def rows_per_tile(self) -> int:
         """Entries of the divided axis in one tile."""
         return self.num_rows // self.num_tiles
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The multiples of its number of tiles by which rows can be divided, ascending."""
+        most = self.num_rows // self.num_devices
+        return tuple(k for k in divisors(most) if k % self.num_tiles == 0)
+
+    def expected_bytes(self, num_tiles: int) -> int:
+        """Roughly the peak bytes of another number of tiles, if it is divided in the same way."""
+        return peak_bytes(self.flow, self.steps, num_tiles)
 
     def __call__(self, *args: Any) -> list[Any]:
         """Computes the jaxpr's results from its flat arguments; traceable."""
@@ -354,18 +367,11 @@ def tiled(
     return _best(jaxpr, flow, num_tiles, num_devices, at_least=num_tiles)
 
 
-def tile_counts(jaxpr: Any, *, num_devices: int = 1, flow: Flow | None = None) -> tuple[int, ...]:
-    """Numbers of tiles worth trying for a closed jaxpr, ascending; empty if it can't be divided.
-
-    They are the divisors of the number of rows that are multiples of its first prime factor.
-    """
+def coarsest(jaxpr: Any, *, num_devices: int = 1, flow: Flow | None = None) -> Tiled | None:
+    """The division of a closed jaxpr into the fewest tiles; None if not even many save enough."""
     flow = flow or flow_of(jaxpr)
-    for prime in FACTORS:
-        found = _best(jaxpr, flow, prime, num_devices, at_least=_MANY)
-        if found is not None:
-            most = found.num_rows // num_devices
-            return tuple(k for k in divisors(most) if k % prime == 0)
-    return ()
+    divided = (_best(jaxpr, flow, prime, num_devices, at_least=_MANY) for prime in FACTORS)
+    return next((found for found in divided if found is not None), None)
 
 
 def _best(jaxpr: Any, flow: Flow, num_tiles: int, num_devices: int, at_least: int) -> Tiled | None:
@@ -401,6 +407,7 @@ def _best(jaxpr: Any, flow: Flow, num_tiles: int, num_devices: int, at_least: in
         jaxpr=jaxpr,
         num_tiles=num_tiles,
         num_rows=num_rows,
+        num_devices=num_devices,
         flow=flow,
         labels=labels,
         steps=steps,
