@@ -547,7 +547,9 @@ class Generator:
         search = search_params(num_beams, length_penalty, early_stopping)
         if num_beams > 1:
             sampling_kind = replace(sampling_kind, num_beams=num_beams)
-            checks.integer("num_beams", num_beams, most=config.vocab_size - (stops >= 0).sum())
+            if num_beams > (most := config.vocab_size - (stops >= 0).sum()):
+                allowed = f"at most {most}, the number of tokens that don't end a text"
+                raise ValueError(checks.refused("num_beams", allowed, num_beams))
             _check_search(num_beams, num_samples, max_batch, temperature, ends)
         shown = StopStrings(self._tokenizer, ends)
         opened = [ids_and_images(prompt, self._tokenizer) for prompt in prompts]
