@@ -25,6 +25,9 @@ _ENOUGH = 8
 # The share of the available host memory that pages of caches may take: JAX's pool of pinned memory
 # may double when it grows.
 _HOST_SHARE = 0.5
+# What a layer on the device takes for a token of all texts beside its bytes, for some 18 kernels.
+# Measured with 36 layers and 64 texts: 94 µs on an H200, 104 µs on an H100.
+_SECONDS_OF_LAYER = 1e-4
 # Pages that are on the device at a time: one leaves, one is used, one arrives.
 _PAGES_THERE = 3
 
@@ -256,8 +259,8 @@ class GenerationPlan:
         cache_bytes: Bytes of the caches of all texts.
         paged_bytes: Bytes of the caches, among these, that are in pinned host memory. They come to
             the device with their layers' weights for each token.
-        tokens_per_s: Tokens of all texts per second, if nothing but these bytes takes time; caches
-            count in full.
+        tokens_per_s: Tokens of all texts per second, by the time for these bytes and, where weights
+            stay on the device, for the kernels of each layer; caches count in full.
     """
 
     resident: bool
@@ -275,7 +278,7 @@ class GenerationPlan:
         return (
             f"weights, {sized(self.weight_bytes)}, {form}, and {self.num_texts:,} texts of "
             f"{self.length:,} tokens, with caches of {sized(self.cache_bytes)}{pages}, are written "
-            f"at a time: at most {self.tokens_per_s:,.0f} tokens/s"
+            f"at a time: about {self.tokens_per_s:,.0f} tokens/s"
         )
 
 
@@ -301,6 +304,7 @@ def plan_of(
     seconds = caches / machine.memory_bytes_per_s
     rate = machine.memory_bytes_per_s if form.resident else machine.link_bytes_per_s
     seconds += (weights + pages) / rate
+    seconds += _SECONDS_OF_LAYER * len(room.shapes[1]) if form.resident else 0.0
     return GenerationPlan(
         resident=form.resident,
         num_texts=form.num_rows,
