@@ -8,8 +8,9 @@ before it and after it stay, and the values between them get new numbers::
     whole    embedding  layers.0  layers.1  layers.2  layers.3  layers.4  layers.5  head
     inputs   ()         (1,)      (2,)      (3,)      (4,)      (5,)      (6,)      (7,)
 
-The layer after a repeated one tells which of its inputs move on from layer to layer, and which are
-the same for all, such as rotary tables.
+The layer after a repeated one tells which of its inputs move on from layer to layer, which are the
+same for all, such as rotary tables, and which are made from data for each layer anew. The prologue
+makes the latter only once here, for all copies of a layer, as no plan depends on what it computes.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from typing import Any
 
 from megatrain_jax._src.common.repeated_model import RepeatedModel
 from megatrain_jax._src.common.trees import ModelPath
+from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
 from megatrain_jax._src.engine.program.loss.stages import Stage
 from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut
@@ -64,6 +66,7 @@ class _Repeating:
             for s, stage in enumerate(self._stages)
             for at, value in enumerate(stage.outputs)
         }
+        self._own: dict[int, int] = {}  # data of a repeated block alone, and of the next block
         self._check_alike()
 
     def _number(self, path: ModelPath | None) -> int | None:
@@ -100,15 +103,34 @@ class _Repeating:
             for a, b in zip(one.leaves, other.leaves, strict=True):
                 _check(_update(cut.optimizer, groups[a]) == _update(cut.optimizer, groups[b]))
             for a, b in zip(one.inputs, other.inputs, strict=True):
-                if a != b:
-                    maker, at = self._makers.get(a, (-1, 0))
+                maker, at = self._makers.get(a, (-1, 0))
+                if a == b:
+                    _check(maker < start)
+                elif a in self._makers:
                     _check(maker >= start - period)
                     _check(self._makers.get(b) == (maker + period, at))
                 else:
-                    _check(self._makers.get(a, (-1, 0))[0] < start)
+                    _check(self._own.setdefault(a, b) == b and self._are_own(a, b))
+            names = {".".join(map(str, leaf.block)) for leaf in moved if leaf.block}
+            _check(not names or names == {other.name})
         made = {value for s in range(start, stop) for value in stages[s].outputs}
         later = [value for s in stages[stop + period :] for value in s.inputs]
         _check(made.isdisjoint([*cut.program.outputs, *later]))
+
+    def _are_own(self, value: int, other: int) -> bool:
+        """Whether two values are alike, and read by a repeated block, and by the next one, only."""
+        values, along = self._cut.program.values, self._cut.program.examples.values
+        forms = {(values[i].shape, values[i].dtype, i in along) for i in (value, other)}
+        own, period = range(self._start, self._stop), self._stop - self._start
+        readers = {
+            i: [s for s, x in enumerate(self._stages) if i in x.inputs] for i in (value, other)
+        }
+        return (
+            len(forms) == 1
+            and all(s in own for s in readers[value])
+            and all(s - period in own for s in readers[other])
+            and {value, other}.isdisjoint([*self._makers, *self._cut.program.outputs])
+        )
 
     def _moved(self, leaf: Leaf, by: int) -> Leaf:
         """A leaf as that of a later block."""
@@ -147,13 +169,14 @@ class _Repeating:
         program, start, stop = self._cut.program, self._start, self._stop
         place = {copied: i for i, copied in enumerate(self._leaves)}
         times = self._model.times
-        # Values by number or, if a stage makes them, by stage, copy and place.
+        # Values by number or, if a stage makes them, by stage and place; and by copy.
         ids: dict[Hashable, int] = {}
         source: list[int] = []
 
         def number(value: int, copy: int = 0) -> int:
             maker = self._makers.get(value)
-            name = value if maker is None else (*maker, copy)
+            own = copy if maker or value in self._own else 0
+            name = maker or value, own
             if name not in ids:
                 source.append(value)
             return ids.setdefault(name, len(ids))
@@ -164,7 +187,7 @@ class _Repeating:
             maker = self._makers.get(value, (-1, 0))[0]
             if s >= stop:
                 return number(value, times if start <= maker < stop else 0)
-            if s < start or maker >= start:
+            if s < start or maker >= start or value in self._own:
                 return number(value, copy)
             moved = self._stages[s + stop - start].inputs[at]
             # Of the blocks before: for a copy, these are copies, too.
@@ -182,13 +205,19 @@ class _Repeating:
             stages.append(
                 dataclasses.replace(stage, name=name, leaves=own, inputs=inputs, outputs=made)
             )
-        prologue = tuple(map(number, program.prologue_values))
+        for value in program.prologue_values:
+            number(value)
+        results = dict(zip(program.prologue_values, program.prologue.outvars, strict=True))
+        early = [i for i, value in enumerate(source) if value in results]
+        prologue = program.prologue
+        outvars = [results[source[i]] for i in early]
         along = program.examples.values
         examples = frozenset(i for i, value in enumerate(source) if value in along)
         return dataclasses.replace(
             program,
             stages=tuple(stages),
-            prologue_values=prologue,
+            prologue=jx.sub_jaxpr(prologue, prologue.eqns, prologue.invars, outvars),
+            prologue_values=tuple(early),
             values=tuple(program.values[value] for value in source),
             outputs=outputs,
             examples=dataclasses.replace(program.examples, values=examples),
