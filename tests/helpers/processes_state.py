@@ -1,7 +1,7 @@
 """What two processes do with state that is divided oddly: scenarios of `processes.py`."""
 
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 
 import megatrain_jax as mt
 import small
+from disks import state_on_disk
+from inside import spec_of
 from megatrain_jax import callbacks
 from megatrain_jax._src.engine.checkpoint import chunks
 from megatrain_jax._src.engine.checkpoint.orbax import ChunkReader
@@ -139,6 +141,7 @@ def states(folder: str) -> dict[str, Any]:
                 found["full disk"] = full_disk(run, Path(folder) / "never")
                 found["logged"] = logged(run, Path(folder))
     found["own"] = own_runs(Path(folder))
+    found["on disks"] = on_disks(Path(folder))
     return found
 
 
@@ -173,6 +176,24 @@ def full_disk(run: mt.Trainer, path: Path) -> list[str]:
             run.processes.gather("what is left")
             return [str(error), *(p.name for p in path.parent.iterdir() if "never" in p.name)]
     return []
+
+
+def on_disks(folder: Path) -> dict[str, Any]:
+    """Losses and bits of a run in memory, and of one with all state and inputs on disks."""
+    found: dict[str, Any] = {}
+    for name, folders in {"memory": None, "disks": [folder / "disk 0", folder / "disk 1"]}.items():
+        with state_on_disk() if folders else nullcontext():
+            run = mt.Trainer(
+                *(params(), loss_fn, OPTIMIZER, part(batch(0))),
+                **SETTINGS["full"],
+                device_budget="minimum",
+                disk_dir=folders,
+                progress=False,
+            )
+        found[name] = [losses(run, range(3)), digest(run)]
+        if folders:
+            found["kinds"] = sorted({key.kind.name for key in spec_of(run).on_disk})
+    return found
 
 
 def own_runs(folder: Path) -> bool:

@@ -379,6 +379,8 @@ def test_each_of_two_processes_writes_and_reads_its_own_part_of_a_checkpoint(bot
         (said,) = result["full disk"]
         assert told in said
         assert result["own"]
+        assert result["on disks"]["disks"] == result["on disks"]["memory"]
+        assert "ACTIVATION" in result["on disks"]["kinds"]
     logged = [result["logged"] for result in results]
     assert logged[0] == logged[1] and len(logged[0]["records"]) == 6
     rows = (folder / "0" / "log.csv").read_text().splitlines()
