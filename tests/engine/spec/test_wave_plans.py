@@ -293,9 +293,9 @@ class Tabled(microbatches._Dividing):
         _, waves, seconds, *slower = self.table[number]
         schedule = SimpleNamespace(seconds=seconds, cautious_seconds=seconds + sum(slower))
         step = {"microbatches": number, "waves": waves, "workload": None, "selective": None}
-        first = SimpleNamespace(schedule=schedule, **step)
+        first = SimpleNamespace(schedule=schedule, program=None, **step)
         lacking = 0, max(0, self.fits_from - number)
-        return SimpleNamespace(first=first, lacking=lacking, host_room=math.inf)
+        return SimpleNamespace(first=first, lacking=lacking, host_room=math.inf, adapted=None)
 
     def _in_few_microbatches(self) -> Any:
         return self._divided(self.chosen)
@@ -353,6 +353,21 @@ def test_microbatches_become_larger_or_smaller_while_that_lacks_no_memory_and_sa
         search = Tabled(table, 100, chosen, fits_from)
         assert search.to_machine().first.microbatches == best
         assert len(search.asked) == len({*search.asked})
+
+
+@pytest.mark.parametrize(
+    ("whole", "halves", "chosen"),
+    [(120, 92, 2), (120, 120, 1), (90, 70, 1), (90, 60, 2)],
+    ids=["only halves fit", "no less", "little less", "less"],
+)
+def test_microbatches_whose_need_hardly_depends_on_rows_are_smaller_only_to_fit(
+    whole: int, halves: int, chosen: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(microbatches, "reason_against_microbatches", lambda *_: "")
+    search = Tabled({1: (whole, 1, 1.0), 2: (halves, 1, 1.0)}, 100, 1)
+    monkeypatch.setattr(search, "_sized", search._divided)
+    monkeypatch.setattr(Tabled, "_in_few_microbatches", microbatches._Dividing._in_few_microbatches)
+    assert search._in_few_microbatches().first.microbatches == chosen
 
 
 def test_waves_are_taken_where_one_has_no_room_in_the_budget():

@@ -215,8 +215,10 @@ class _Dividing:
             more = [n for n in numbers if n > number]
             finer = self._sized(next((n for n in more if n >= excess * number), more[-1]))
             before, needed = needed, self._needed_by_one(finer)
+            enough = _LEAST_LESS * before * (1 - number / finer.first.microbatches)
+            fits = before <= (1 - RESERVED) * self._device_bytes
             # The rest of the need does not depend on rows, such as the gradient of a head.
-            if before - needed < _LEAST_LESS * before * (1 - number / finer.first.microbatches):
+            if before - needed < (enough if fits else 1):
                 break
             spec = finer
         return spec
