@@ -66,6 +66,17 @@ def programs_share_contexts() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def drives_are_timed_briefly() -> Iterator[None]:
+    """A run with a `disk_dir` writes half a GiB for seconds, to know rates that no test needs."""
+    from megatrain_jax._src.engine.state import drive  # imports JAX
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(drive, "_MEASURED_BYTES", 2**20)
+        monkeypatch.setattr(drive, "_MEASURED_SECONDS", 1e-9)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def earlier_files_are_left_alone() -> None:
     """What earlier files have compiled stays; garbage is collected without looking at it again."""

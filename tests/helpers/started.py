@@ -42,7 +42,9 @@ class Started:
         model = adapted.params_tree(adapted.shapes), adapted.variable_shapes
         shapes = ((x.shape, x.dtype) for x in jax.tree.leaves(model))
         program = loss_fn, optimizer, batch_key(sample_batch), jax.tree.structure(model), *shapes
-        anywhere = dataclasses.replace(options, device_budget="least", hardware=None)
+        anywhere = dataclasses.replace(
+            options, device_budget="least", hardware=None, disk_dir=None, disk_budget=None
+        )
         # No function depends on the number of waves.
         kernels = dataclasses.replace(anywhere, waves=None), *program
         self._newest = self._kernels.setdefault(kernels, KernelCache())

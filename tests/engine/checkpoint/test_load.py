@@ -76,6 +76,7 @@ def equal(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(x, flat[1][path], err_msg=path)
 
 
+@pytest.mark.by_default("NNX-compact", "a pytree-compact", "Linen-auto", "a builder-auto")
 @pytest.mark.parametrize("precision", ["auto", "compact"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_is_that_of_the_trainer(kind: str, precision: str, tmp_path: Path):

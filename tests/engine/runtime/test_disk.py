@@ -41,6 +41,8 @@ from runs import check_each_continues_the_other, check_same_bits, make_trainer, 
 from zoo import CASES
 from zoo_case import Case
 
+pytestmark = pytest.mark.usefixtures("traced_once", "started_once")
+
 
 def pair(
     folder: Path,
@@ -133,6 +135,7 @@ def test_batches_of_another_shape_wait_in_memory(rows: int, tmp_path: Path):
     assert waiting, "an evaluation's values wait as well"
 
 
+@pytest.mark.by_default("0", "1")
 @pytest.mark.parametrize("seed", range(3))
 def test_reads_and_writes_may_end_in_any_order(seed: int, tmp_path: Path):
     with shuffled_disks(seed):
@@ -597,9 +600,7 @@ def test_a_url_is_no_folder_of_a_drive(given: Any):
         Options(disk_dir=given)
 
 
-def test_a_drive_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(drive, "_MEASURED_BYTES", 2**20)
-    monkeypatch.setattr(drive, "_MEASURED_SECONDS", 1e-9)
+def test_a_drive_is_timed(tmp_path: Path):
     for folder in tmp_path, drive.ORDINARY_MEMORY:
         assert all(rate > 0 for rate in drive.measured_rates([folder]))
     assert not list(tmp_path.iterdir())
@@ -628,7 +629,7 @@ def test_each_way_of_a_drive_and_both_together_have_their_rates(
     monkeypatch.setattr(Drives, "read", read)
     monkeypatch.setattr(Drives, "write", write)
     monkeypatch.setattr(drive, "_PIECE_BYTES", 2**20)
-    monkeypatch.setattr(drive, "_MEASURED_BYTES", 2**20)
+    monkeypatch.setattr(drive, "_MEASURED_SECONDS", 1.0)
     times = SimpleNamespace(perf_counter=lambda: now[0], monotonic_ns=time.monotonic_ns)
     monkeypatch.setattr(drive, "time", times)
     rates = drive.measured_rates([tmp_path])

@@ -32,6 +32,8 @@ from messages import refuses
 from runs import make_spec
 from zoo_case import Case
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 DIM, BLOCKS = 512, 24
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 MACHINE = dataclasses.replace(mt.card("RTX 4090"), host_bytes=10 * 2**30)
@@ -135,6 +137,7 @@ def test_frozen_weights_come_first_and_are_only_read():
     assert freed == (len(on_disk) - SLOTS) * size
 
 
+@pytest.mark.by_default("16")
 @pytest.mark.parametrize("host_gib", [12, 16, 20])
 def test_a_run_fits_with_a_disk_where_it_does_not_without(host_gib: float):
     plan = _planned(host_gib)

@@ -41,6 +41,8 @@ from quantities import has_row, quantities, title_of
 from runs import make_spec
 from zoo import CASES
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 NUM_DEVICES = 4
 FOUR = AbstractMesh((NUM_DEVICES,), ("data",))
 # Four devices divide all its leaves by rows, so that they send each other no padding.

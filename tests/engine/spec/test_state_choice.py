@@ -28,6 +28,8 @@ from quantities import quantities
 from runs import make_trainer
 from zoo import CASES
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 WIDTH, DEPTH, ROWS = 4096, 4, 64
 ADAM = optax.adam(1e-3)
 SLOW, FAST = "1Gb/s", "1000000Gb/s"

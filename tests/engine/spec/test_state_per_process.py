@@ -36,6 +36,8 @@ from optimizers import OPTIMIZERS
 from runs import make_trainer
 from zoo import CASES
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 CASE = CASES["nnx_tied"]
 ADAM = optax.adam(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
@@ -107,6 +109,7 @@ def test_statistics_of_a_part_of_the_batch_are_refused():
     plan_of(16, case=case, state_per_process=True)  # in a single process
 
 
+@pytest.mark.by_default("dropout_linen")
 @pytest.mark.parametrize("name", ["dropout_nnx", "dropout_linen"])
 def test_each_process_has_its_microbatches_of_those_of_all(name):
     case = CASES[name]

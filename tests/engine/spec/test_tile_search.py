@@ -32,6 +32,8 @@ from runs import NUM_STEPS, SLOW, check_close, check_same_bits, make_trainer, re
 from workloads import all_resident_bytes
 from zoo import CASES
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 TOLERANCE = 2e-6
 SAMPLE = set(random.Random(0).sample(sorted(CASES), 2)) | {"moe", "dropout_nnx"}
 WIDTH, HIDDEN, VOCAB = 16, 512, 64

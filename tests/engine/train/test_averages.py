@@ -20,6 +20,8 @@ from oracle import train_plain
 from runs import check_close, check_same_bits, make_trainer, train
 from zoo import CASES
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 TOLERANCE = 2e-6
 DECAY = 0.8
 
@@ -89,7 +91,7 @@ def test_averages_are_those_of_a_plain_loop(name, optimizer, microbatches, num_d
     check_close(trainer.opt_state, state, 2 * TOLERANCE, "optimizer state")
 
 
-@pytest.mark.by_default("nnx_tied-1", "two_towers-1", "linen_scan_remat-2")
+@pytest.mark.by_default("nnx_tied-1")
 @pytest.mark.parametrize(
     ("name", "num_devices"), [(name, 1 + number % 2) for number, name in enumerate(CASES)]
 )

@@ -58,6 +58,7 @@ def fitted(model: Any, **options: Any) -> mt.FitResult:
     return mt.fit(model, loss, data, optax.sgd(0.1), **given | options)
 
 
+@pytest.mark.by_default("True-0.5", "False-0.0")
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("norm", [False, True])
 def test_linen_is_evaluated_as_the_user_applies_it(dropout: float, norm: bool):
@@ -77,6 +78,7 @@ def test_linen_is_evaluated_as_the_user_applies_it(dropout: float, norm: bool):
     assert "eval_loss" not in result.history[0]
 
 
+@pytest.mark.by_default("False-True-0.0", "False-False-0.5", "True-False-0.0", "True-True-0.5")
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("by_hand", [False, True])
@@ -501,6 +503,7 @@ def drawing(model: Any, batch: Any, rng: Any) -> jax.Array:
     return loss_fn(model, batch) + jax.random.uniform(rng)
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(
     ("model", "loss", "options", "unused"),
     [

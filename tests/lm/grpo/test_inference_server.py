@@ -124,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     with Server(tmp_path / "served") as found:
-        threading.Thread(target=found.serve_forever, daemon=True).start()
+        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
         yield found
         found.shutdown()
 
@@ -150,6 +150,31 @@ def run(generate: Any, steps: int = 3, **options: Any) -> mt.FitResult:
     )
 
 
+@pytest.fixture(scope="module")
+def trainer() -> mt.Trainer:
+    """A model to be handed over."""
+    config = models.DecoderConfig.from_hf(CONFIG)
+
+    def loss(model: models.Decoder, batch: Any) -> jax.Array:
+        return model(batch["tokens"]).astype("float32").mean()
+
+    model, batch = models.Decoder(config, rngs=nnx.Rngs(3)), {"tokens": np.zeros((2, 4), np.int32)}
+    return mt.Trainer(model, loss, optax.sgd(0.1), batch, precision="float32", progress=False)
+
+
+def asked(generate: models.InferenceServer, trainer: mt.Trainer, **options: Any) -> list[Any]:
+    """What a server writes when GRPO asks it."""
+    usual = {"max_tokens": 6, "temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": 0.0}
+    usual |= {"repetition_penalty": 1.0, "stop": [0], "seed": 0, "num_samples": 2}
+    return generate(trainer, [[5, 7, 1], [4]], **usual | options)
+
+
+def one_token(body: Any) -> list[Any]:
+    """The choices of a server that computes nothing."""
+    told = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
+    return [{"index": i, "text": "said"} | told for i in range(body["n"])]
+
+
 def test_completions_are_the_server_s_by_the_newest_weights(server: Server):
     generate, written = models.InferenceServer(server.url + "/v1/", server.folder), []
 
@@ -173,8 +198,11 @@ def test_completions_are_the_server_s_by_the_newest_weights(server: Server):
     assert {tuple(body["prompt"]) for body in asked} == {(5, 7, 1), (4,)}
 
 
-def test_a_server_that_starts_late_is_waited_for(server: Server, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_starts_late_is_waited_for(
+    server: Server, trainer: mt.Trainer, monkeypatch: pytest.MonkeyPatch
+):
     trials = 0
+    server.choices = one_token
 
     def sleep(seconds: float) -> None:
         nonlocal trials
@@ -184,11 +212,11 @@ def test_a_server_that_starts_late_is_waited_for(server: Server, monkeypatch: py
 
     monkeypatch.setattr(inference_server, "sleep", sleep)
     generate = models.InferenceServer("http://localhost:1", server.folder)
-    run(generate, steps=1)
+    assert [found.ids.tolist() for found in asked(generate, trainer)] == [[5]] * 4
     assert trials == 2
     monkeypatch.setattr(inference_server, "monotonic", iter([0.0, 9.0]).__next__)
     with refuses(OSError, "http://localhost:1"):
-        run(models.InferenceServer("http://localhost:1", server.folder, timeout=5), steps=1)
+        asked(models.InferenceServer("http://localhost:1", server.folder, timeout=5), trainer)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +231,9 @@ def test_a_server_that_starts_late_is_waited_for(server: Server, monkeypatch: py
         ("/v1/models", None, "/v1/models"),
     ],
 )
-def test_another_server_is_refused(path: str, answer: Any, named: str, server: Server):
+def test_another_server_is_refused(
+    path: str, answer: Any, named: str, server: Server, trainer: mt.Trainer
+):
     def spoil(asked: str, given: Any) -> Any:
         if asked != path:
             return given
@@ -211,14 +241,14 @@ def test_another_server_is_refused(path: str, answer: Any, named: str, server: S
             return {"choices": [row | {"token_ids": None} for row in given["choices"]]}
         return answer
 
-    server.spoil = spoil
+    server.choices, server.spoil = one_token, spoil
     with refuses(OSError, server.url, named):
-        run(models.InferenceServer(server.url, server.folder), steps=1)
+        asked(models.InferenceServer(server.url, server.folder), trainer)
 
 
-def test_what_a_server_can_t_do_is_refused(server: Server):
+def test_what_a_server_can_t_do_is_refused(server: Server, trainer: mt.Trainer):
     with refuses(ValueError, "`temperature`"):
-        run(models.InferenceServer(server.url, server.folder), temperature=0.7)
+        asked(models.InferenceServer(server.url, server.folder), trainer, temperature=0.7)
     with refuses(ValueError, "url"):
         models.InferenceServer("localhost:8000", server.folder)
 
