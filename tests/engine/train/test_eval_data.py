@@ -64,11 +64,15 @@ FORMS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
+@pytest.mark.by_default(
+    *("missing-list", "missing-iterable", "missing-function", "missing-generator"),
+    *("kind-generator", "shape-list", "scalar-iterable"),
+)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        pytest.param(without_y, ["batch['y']", "missing"], id="missing"),
+        (without_y, ["batch['y']", "missing"]),
         (
             lambda: make_batch(9) | {"ids": np.zeros(4, np.float32)},
             ["batch['ids']", "float32", "int32"],
@@ -79,6 +83,7 @@ FORMS: dict[str, Callable[[list[Any]], Any]] = {
         ),
         (lambda: make_batch(9) | {"y": np.float32(1)}, ["batch['y']", "float32"]),
     ],
+    ids=["missing", "kind", "shape", "scalar"],
 )
 def test_a_batch_that_can_not_be_evaluated_is_told_before_the_first_step(make, named, form):
     with pytest.raises(Exception) as caught:
