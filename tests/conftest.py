@@ -68,12 +68,10 @@ def programs_share_contexts() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def drives_are_timed_briefly() -> Iterator[None]:
-    """A run with a `disk_dir` writes half a GiB for seconds, to know rates that no test needs."""
-    from megatrain_jax._src.engine.state import drive  # imports JAX
+    """A run with a `disk_dir` begins at once."""
+    from disks import timed_briefly  # imports JAX
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(drive, "_MEASURED_BYTES", 2**20)
-        monkeypatch.setattr(drive, "_MEASURED_SECONDS", 1e-9)
+    with timed_briefly():
         yield
 
 

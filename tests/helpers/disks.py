@@ -84,6 +84,15 @@ def state_on_disk(kinds: Collection[Kind] = ALL, *, span: int = 1) -> Iterator[N
         yield
 
 
+@contextmanager
+def timed_briefly() -> Iterator[None]:
+    """Runs write little to time drives, not half a GiB for seconds, since no test needs rates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drive, "_MEASURED_BYTES", 2**20)
+        patch.setattr(drive, "_MEASURED_SECONDS", 1e-9)
+        yield
+
+
 class Reads:
     """The bytes that are read from drives beside steps, and how many of these are in memory."""
 

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def main() -> None:
     print("connected", flush=True)
     if own == "late":
         (folder / f"reached-{index}").touch()
-        time.sleep(40)  # longer than the others wait
+        time.sleep(20)  # longer than the others wait
 
     def callback(trainer: mt.Trainer, record: dict[str, float]) -> None:
         if own == "callback" and record["step"] == 4:
@@ -84,12 +84,13 @@ def main() -> None:
             return train(engine, *given)
 
         Engine.train = killed  # type: ignore[method-assign]
-    place, disk = nullcontext(), os.environ.get("DISK")
-    if disk:
-        from disks import state_on_disk  # which imports pytest
+    disk = os.environ.get("DISK")
+    with ExitStack() as place:
+        if disk:
+            from disks import state_on_disk, timed_briefly  # which imports pytest
 
-        place = state_on_disk()
-    with place:
+            place.enter_context(state_on_disk())
+            place.enter_context(timed_briefly())
         result = mt.fit(
             {"layers": [{"w": np.eye(4, dtype=np.float32)} for _ in range(2)]},
             lambda model, batch: (

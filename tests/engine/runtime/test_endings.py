@@ -160,15 +160,33 @@ def last_error(printed: str) -> str:
     return ["", *re.findall(r"^.*Error: .*$", printed, re.M)][-1]
 
 
-# The number of processes, and the one that something happens to. The first one runs JAX's service.
-CASES = [pytest.param(2, victim, marks=pytest.mark.exhaustive) for victim in (0, 1)]
-CASES += [pytest.param(4, victim, marks=pytest.mark.long) for victim in (0, 2)]
-each_case = pytest.mark.parametrize(("count", "victim"), CASES)
+def each_case(names: str, *kinds: tuple[Any, ...]) -> Any:
+    """Parametrises a test: what happens, the number of processes, and the one that it happens to.
+
+    The first process runs JAX's service. Four processes are long, and so are two where something
+    else happens to the same process, and the same to the other one.
+
+    Args:
+        names: Names of what happens.
+        *kinds: Each begins with the processes of two that it happens to.
+    """
+    cases = []
+    for victims, *values in kinds:
+        for count, victim in ((2, 0), (2, 1), (4, 0), (4, 2)):
+            tier = "exhaustive" if count == 2 and victim in victims else "long"
+            cases.append(pytest.param(*values, count, victim, marks=getattr(pytest.mark, tier)))
+    return pytest.mark.parametrize([*names.split(), "count", "victim"], cases)
 
 
-@each_case
-@pytest.mark.parametrize("event", ["stuck", "busy"])
-@pytest.mark.parametrize("to", ["all", "other", "victim"])
+@each_case(
+    "to event",
+    ((0,), "all", "stuck"),
+    ((1,), "all", "busy"),
+    ((1,), "other", "stuck"),
+    ((0,), "other", "busy"),
+    ((0,), "victim", "stuck"),
+    ((1,), "victim", "busy"),
+)
 def test_sigterm_saves_the_last_step_though_a_process_waits_for_data(
     tmp_path, count, victim, to, event
 ):
@@ -180,8 +198,7 @@ def test_sigterm_saves_the_last_step_though_a_process_waits_for_data(
     runs.check_resumed()
 
 
-@each_case
-@pytest.mark.parametrize(("event", "disk"), [("kill", False), ("kill", True), ("stop", False)])
+@each_case("event disk", ((0, 1), "kill", False), ((1,), "kill", True), ((0, 1), "stop", False))
 def test_a_process_that_is_lost_ends_all_others(tmp_path, count, victim, event, disk):
     runs = Runs(tmp_path, count, victim)
     found = runs.run(event, **({"DISK": tmp_path / "disk"} if disk else {}))
@@ -194,7 +211,7 @@ def test_a_process_that_is_lost_ends_all_others(tmp_path, count, victim, event, 
     runs.check_resumed()
 
 
-@each_case
+@each_case("", ((0, 1),))
 def test_a_process_that_is_killed_while_others_wait_for_it_in_jax_ends_them(
     tmp_path, count, victim
 ):
@@ -209,7 +226,7 @@ def test_a_process_that_is_killed_while_others_wait_for_it_in_jax_ends_them(
     runs.check_resumed()
 
 
-@each_case
+@each_case("", ((0, 1),))
 def test_sigterm_ends_all_but_a_process_that_is_stopped(tmp_path, count, victim):
     runs = Runs(tmp_path, count, victim)
     found = runs.run("stop", "all")
@@ -221,8 +238,7 @@ def test_sigterm_ends_all_but_a_process_that_is_stopped(tmp_path, count, victim)
     runs.check_resumed()
 
 
-@each_case
-@pytest.mark.parametrize("event", ["kill", "stop"])
+@each_case("event", ((1,), "kill"), ((0,), "stop"))
 def test_a_process_with_all_state_saves_the_last_step_without_a_lost_one(
     tmp_path, count, victim, event
 ):
@@ -237,8 +253,7 @@ def test_a_process_with_all_state_saves_the_last_step_without_a_lost_one(
     runs.check_resumed()
 
 
-@each_case
-@pytest.mark.parametrize(("event", "last"), [("error", 5), ("callback", 4)])
+@each_case("event last", ((0,), "error", 5), ((1,), "callback", 4))
 def test_an_error_in_one_process_is_quoted_by_all_and_the_last_step_is_saved(
     tmp_path, count, victim, event, last
 ):
@@ -253,8 +268,7 @@ def test_an_error_in_one_process_is_quoted_by_all_and_the_last_step_is_saved(
     runs.check_resumed()
 
 
-@each_case
-@pytest.mark.parametrize("event", ["stuck", "busy"])
+@each_case("event", ((1,), "stuck"), ((0,), "busy"))
 def test_a_stall_ends_all_with_their_stacks_and_the_last_step_saved(tmp_path, count, victim, event):
     runs = Runs(tmp_path, count, victim)
     found = runs.run(event, STALL=5)
@@ -266,7 +280,7 @@ def test_a_stall_ends_all_with_their_stacks_and_the_last_step_saved(tmp_path, co
     runs.check_resumed()
 
 
-@each_case
+@each_case("", ((0, 1),))
 def test_a_process_that_comes_too_late_ends_all(tmp_path, count, victim):
     runs = Runs(tmp_path, count, victim)
     found = runs.run("late", PATIENCE=2)
@@ -280,7 +294,7 @@ def test_a_process_that_comes_too_late_ends_all(tmp_path, count, victim):
 
 
 @pytest.mark.skipif(not can_make_hosts(), reason="needs root, iproute2 and unshare, to make hosts")
-@each_case
+@each_case("", ((0, 1),))
 def test_a_cable_that_is_cut_ends_both_sides(tmp_path, count, victim):
     with Hosts(count) as hosts:
         runs = Runs(tmp_path, count, victim, hosts=hosts)
