@@ -268,6 +268,9 @@ def test_what_was_fetched_before_comes_before_what_is_fetched_next(tmp_path: Pat
     disk.follow([first], fetches)
     for key in (first, *others):
         expected = [np.asarray(row[0]) for row in disk.shards(key)]
+        with disk._changed:
+            number = disk.classes[key]
+            assert disk._changed.wait_for(lambda number=number: disk._ahead[number], 5)
         slot = disk.take(key)
         check_same_bits([np.array(x) for x in slot], expected)
         disk.copied(key, slot)
