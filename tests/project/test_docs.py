@@ -18,6 +18,7 @@ import pytest
 import tiny_checkpoint
 from IPython.core.interactiveshell import InteractiveShell
 
+from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.engine import start
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from pages import NOTEBOOKS, PAGES, as_said, blocks, cells, execute, links
@@ -99,10 +100,11 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if page.name == "chat.md":
         shutil.copytree("checkpoints/tiny", "checkpoints/mine")  # as if it had been run before
     try:
-        for source, block in parts:
-            block = replace(block, code=block.code.replace(longer, shorter))
-            printed = execute(source, block, namespace)
-            assert as_said(block, printed), f"{source}:{block.line} prints\n{printed}"
+        with remembering():  # a page plans what it trains
+            for source, block in parts:
+                block = replace(block, code=block.code.replace(longer, shorter))
+                printed = execute(source, block, namespace)
+                assert as_said(block, printed), f"{source}:{block.line} prints\n{printed}"
     finally:
         # JAX never forgets a class of modules, nor its methods' globals, a trainer among them.
         namespace.clear()

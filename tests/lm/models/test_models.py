@@ -33,7 +33,12 @@ from families import (  # noqa: E402
 from families_images import IMAGES  # noqa: E402
 from filled_models import filled  # noqa: E402
 
-_MARKED = [n if n not in ALIKE else pytest.param(n, marks=pytest.mark.long) for n in FAMILIES]
+
+def _marked(long: set[str]) -> list[Any]:
+    return [n if n not in long else pytest.param(n, marks=pytest.mark.long) for n in FAMILIES]
+
+
+_MARKED, _OF_TEXT = _marked({*ALIKE}), _marked({*ALIKE, *IMAGES})
 
 
 @pytest.fixture(scope="module", params=_MARKED)
@@ -153,6 +158,7 @@ def named_gradients(model: Any) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.by_default("gemma3n")
+@pytest.mark.parametrize("pair", _OF_TEXT, indirect=True)
 def test_gradients_at_embeddings_of_zeros_are_those_of_transformers(pair):
     """As padding's embedding is in Transformers; its hidden states are zeros, too."""
     name, reference, pretrained = pair

@@ -85,8 +85,11 @@ def by_name(model: Any, gradients: bool = False) -> dict[str, np.ndarray]:
 ALONE = ["gemma4", "internvl", "llama4", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-videos"]
 
 
+GRADIENTS = [*ALONE, "gemma4-plain", "gemma4-videos", "qwen2.5-vl-videos"]
+
+
 @pytest.mark.by_default(*ALONE)
-@pytest.mark.parametrize("kind", [*ALONE, "gemma4-plain", "gemma4-videos", "qwen2.5-vl-videos"])
+@pytest.mark.parametrize("kind", GRADIENTS)
 def test_logits_and_gradients_are_those_of_transformers(kind, tmp_path):
     theirs, folder = checkpoint(tmp_path, kind)
     model, arrays = filled(models.load_pretrained(folder, images=True)), batch(kind=kind)
@@ -110,13 +113,23 @@ def test_logits_and_gradients_are_those_of_transformers(kind, tmp_path):
         assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want), name
 
 
-CASES = [(kind, trainable) for trainable in (TEXT, None) for kind in KINDS]
+# Long: all parameters of kinds whose gradients are compared by themselves, and videos, which take
+# the way of images.
+CASES = [
+    pytest.param(
+        kind,
+        trainable,
+        id=f"{kind}-{'frozen' if trainable else 'all'}",
+        marks=[pytest.mark.long]
+        * (kind.endswith("videos") or (trainable is None and kind in GRADIENTS)),
+    )
+    for trainable in (TEXT, None)
+    for kind in KINDS
+]
 
 
 @pytest.mark.by_default("gemma3-frozen")
-@pytest.mark.parametrize(
-    ("kind", "trainable"), CASES, ids=[f"{kind}-{'frozen' if t else 'all'}" for kind, t in CASES]
-)
+@pytest.mark.parametrize(("kind", "trainable"), CASES)
 def test_five_steps_are_those_of_transformers(kind, trainable, tmp_path):
     model, folder = checkpoint(tmp_path / "m", kind)
     pretrained = models.load_pretrained(folder, images=True)
