@@ -56,12 +56,8 @@ def short(path: Path) -> str:
 
 @pytest.mark.by_default(
     "docs/quickstart.md",
-    "docs/api/data.md",
     "docs/api/distributed.md",
-    "docs/api/errors.md",
-    "docs/api/losses.md",
     "docs/api/models.md",
-    "docs/api/options.md",
     "docs/api/planning.md",
     "docs/api/training.md",
     "docs/troubleshooting.md",

@@ -202,7 +202,7 @@ def test_statistics_are_compared(tmp_path: Path):
         mt.load(tmp_path / "run", other)
 
 
-@pytest.mark.by_default("NNX-a folder", "Linen-a folder", "Linen-a tree")
+@pytest.mark.by_default("NNX-a folder", "Linen-a tree")
 @pytest.mark.parametrize("given", ["a folder", "a tree", "Orbax"])
 @pytest.mark.parametrize("kind", ["NNX", "Linen"])
 def test_a_run_starts_from_the_statistics_too(kind: str, given: str, tmp_path: Path):

@@ -391,6 +391,7 @@ def run_tree(node, depth, kind, x):
     return nested.norm(node["after"], x) if "after" in node else x
 
 
+@pytest.mark.by_default(*map(str, range(8)))
 @pytest.mark.parametrize("seed", range(16))
 def test_random_nestings_are_cut_into_their_layers(seed):
     rng = np.random.default_rng(seed)

@@ -130,6 +130,7 @@ def random_model(seed: int) -> Forward:
     )  # fmt: skip
 
 
+@pytest.mark.by_default(*map(str, range(12)))
 @pytest.mark.parametrize("seed", range(24))
 def test_blocks_of_random_ingredients_are_one_template(seed):
     assert_one_template(cut_forward(random_model(seed))[1])

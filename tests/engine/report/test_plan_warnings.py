@@ -126,6 +126,7 @@ def tokens_plan(precision, dtype=None):
     return mt.plan(*given, precision=precision).warnings
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(
     ("precision", "dtype", "named"),
     [

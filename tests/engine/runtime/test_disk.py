@@ -95,6 +95,8 @@ def test_state_on_a_disk_trains_to_the_bits_of_memory(kind: Kind | None, tmp_pat
     assert {key.kind for key, place in held._places.items() if place.version > 1} == {*kinds}
 
 
+# Small updates at once and resident state are also those of other tests.
+@pytest.mark.by_default("waves", "frozen", "float16", "compact", "float8", "again")
 @pytest.mark.parametrize(
     "options",
     [
@@ -122,6 +124,7 @@ def test_every_model_trains_from_a_disk(name: str, tmp_path: Path):
     check_alike(*pair(tmp_path, case=case, **waves), batch=case.batch)
 
 
+@pytest.mark.by_default("16")
 @pytest.mark.parametrize("rows", [4, 16])
 def test_batches_of_another_shape_wait_in_memory(rows: int, tmp_path: Path):
     def batch(seed: int) -> Any:

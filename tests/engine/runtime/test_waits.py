@@ -117,7 +117,7 @@ def test_copies_of_a_step_that_was_cut_off_are_never_made():
     assert not transfers.fetching and Key(Kind.MASTERS, 0) not in transfers.store.on_device
 
 
-@pytest.mark.by_default("immediate", "frozen", "frozen-beside")
+@pytest.mark.by_default("immediate", "frozen-beside")
 @pytest.mark.parametrize(
     ("case", "optimizer", "trainable"),
     [

@@ -105,6 +105,7 @@ def all_state(workload):
     return [Key(kind, g) for g in range(len(workload.sizes)) for kind in LASTING]
 
 
+@pytest.mark.by_default(*map(str, range(20)))
 @pytest.mark.parametrize("seed", range(40))
 def test_arrays_of_one_size_leave_no_gaps(seed):
     """All parts in arrays of 1 GiB: the pool is as large as the most of them at once."""

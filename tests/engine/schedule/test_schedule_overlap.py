@@ -16,6 +16,7 @@ from schedule_machine import run_everything
 from workloads import MOVES, all_resident_bytes, bytes_moved, costs, decoder, host, random_workload
 
 
+@pytest.mark.by_default(*map(str, range(30)))
 @pytest.mark.parametrize("seed", range(60))
 def test_computing_never_waits_for_room(seed):
     """The device always has a task to compute while the driver waits."""

@@ -307,6 +307,7 @@ def test_the_budget_of_disks_is_that_of_all_devices_of_a_process():
     assert bytes_on_disks(num_bytes * 2 // 3) <= num_bytes * 2 // 3
 
 
+@pytest.mark.by_default("256")
 @pytest.mark.parametrize("rows", [8, 256])
 def test_batches_of_another_shape_move_no_state(rows: int):
     spec = make_spec(CASE, lambda _: CLIPPED, device_budget=14 * 2**20)

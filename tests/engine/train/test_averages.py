@@ -59,7 +59,7 @@ def warmed_up(count):
     return jnp.minimum(DECAY, (1 + count) / (10 + count))
 
 
-@pytest.mark.by_default("nnx_tied-clip_adamw-2-1", "lax_scan_pytree-adam-1-2")
+@pytest.mark.by_default("nnx_tied-clip_adamw-2-1")
 @pytest.mark.parametrize(
     ("name", "optimizer", "microbatches", "num_devices"),
     [

@@ -264,6 +264,7 @@ def test_a_prediction_that_trains_is_told_once_for_a_function(dropout: float):
     assert [("trains" in str(w.message)) for w in caught] == [True] * (dropout > 0)
 
 
+@pytest.mark.by_default("given0", "given1")
 @pytest.mark.parametrize("given", [{"epochs": 1}, {"steps": 2}, {"steps": 3}])
 def test_a_run_beyond_the_steps_asked_for_is_done(given: Any, tmp_path: Path):
     for _ in range(2):  # the second call has just the steps of the first
@@ -339,6 +340,9 @@ def test_a_callback_that_would_see_no_evaluation_is_refused(make: Any, data: Any
             mt.train(trainer, DATA, callbacks=[callback], progress=False)
 
 
+@pytest.mark.by_default(
+    *("given0-True", "given4-True", "given6-True"), *(f"given{i}-False" for i in (1, 3, 7))
+)
 @pytest.mark.parametrize(
     ("given", "fires"),
     [

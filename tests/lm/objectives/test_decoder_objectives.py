@@ -117,7 +117,7 @@ def gradients_of(objective: Any, config: Any, batch: Any, microbatches: int) -> 
     return means
 
 
-@pytest.mark.by_default("orpo", "reward")
+@pytest.mark.by_default("orpo")
 @pytest.mark.parametrize("name", EXACT)
 def test_microbatches_have_the_gradients_of_the_whole_batch(name):
     config = dataclasses.replace(SIZES, scores=1 if name == "reward" else None, init_std=0.3)
