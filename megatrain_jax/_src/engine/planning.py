@@ -40,8 +40,7 @@ from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.report.plan import Plan
 from megatrain_jax._src.engine.report.run_warnings import PlanWarning
 from megatrain_jax._src.engine.runtime.evaluation import batch_shapes
-from megatrain_jax._src.engine.spec.budget import fit_to_machine
-from megatrain_jax._src.engine.spec.host import fit_to_host, process_base_bytes
+from megatrain_jax._src.engine.spec.host import process_base_bytes
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.engine.spec.measured import by_measured_times
 from megatrain_jax._src.engine.spec.microbatches import fit_with_microbatches
@@ -236,7 +235,6 @@ def _fitted(
         lambda: given,
         lambda: adapt(model, loss_fn, sample_batch, run.seed, run.trainable)[0],
     )
-    usable = machine and machine.usable_bytes
     # Without hardware, the run is one of this machine.
     on_cpu = machine is None and default_device().platform == "cpu"
     platform = "cpu" if on_cpu else "gpu"
@@ -247,19 +245,12 @@ def _fitted(
         lambda: TileFinder(KernelCache(platform=platform), placement),
     )
     base = process_base_bytes() if on_cpu else None
-    spread = _spread(run)
-    return fit_with_microbatches(
-        run,
-        lambda run: replace(
-            make_run_spec(adapted, loss_fn, optimizer, sample_batch, run, repeated), base_bytes=base
-        ),
-        lambda spec: fit_to_machine(
-            spec, tiles, usable, lambda fitted: fit_to_host(fitted, *spread)
-        ),
-        num_rows(sample_batch) or 1,
-        usable,
-        tiles,
-    )
+
+    def make(run: Options) -> RunSpec:
+        made = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run, repeated)
+        return replace(made, base_bytes=base)
+
+    return fit_with_microbatches(run, make, num_rows(sample_batch) or 1, tiles, _spread(run))
 
 
 def _measured(

@@ -52,7 +52,7 @@ from megatrain_jax._src.engine.runtime.fill import ReadAhead, fill_store, initia
 from megatrain_jax._src.engine.runtime.store import Store
 from megatrain_jax._src.engine.runtime.transfers import measured_rates
 from megatrain_jax._src.engine.spec import measured
-from megatrain_jax._src.engine.spec.budget import fit_to_machine, fitted_and_compiled
+from megatrain_jax._src.engine.spec.budget import fitted_and_compiled
 from megatrain_jax._src.engine.spec.disk import arrays_of
 from megatrain_jax._src.engine.spec.host import (
     agreed_host_budget,
@@ -292,17 +292,9 @@ def _fitted(
     run: Options, make: Callable[[Options], RunSpec], sample: Any, placement: Placement
 ) -> RunSpec:
     """The run fitted to its machine by estimates, so that nothing is compiled for other numbers."""
-    usable = run.machine and run.machine.usable_bytes
     planned = placed_on(AbstractMesh((run.num_devices,), ("data",)))
-    tiles = TileFinder(KernelCache(platform="gpu"), planned)
-
-    def to_host(spec: RunSpec) -> RunSpec:
-        return fit_to_host(spec, *placement.process_counts)
-
-    def fit(spec: RunSpec) -> RunSpec:
-        return fit_to_machine(spec, tiles, usable, to_host)
-
-    return fit_with_microbatches(run, make, fit, num_rows(sample) or 1, usable, tiles)
+    tiles, rows = TileFinder(KernelCache(platform="gpu"), planned), num_rows(sample) or 1
+    return fit_with_microbatches(run, make, rows, tiles, placement.process_counts)
 
 
 @dataclass(frozen=True, kw_only=True)

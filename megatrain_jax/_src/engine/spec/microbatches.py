@@ -28,8 +28,9 @@ from megatrain_jax._src.common.sizes import divisors
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.schedule.least_time import least_seconds
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
-from megatrain_jax._src.engine.spec.budget import LARGE, RESERVED
+from megatrain_jax._src.engine.spec.budget import LARGE, RESERVED, fit_to_machine
 from megatrain_jax._src.engine.spec.cut_run import reason_against_microbatches
+from megatrain_jax._src.engine.spec.host import fit_to_host
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
 from megatrain_jax._src.engine.spec.wave_search import fit_in_waves, least_in_waves
@@ -50,21 +51,27 @@ def chooses_microbatches_or_waves(run: Options) -> bool:
 def fit_with_microbatches(
     run: Options,
     make: Callable[[Options], RunSpec],
-    fit: Callable[[RunSpec], RunSpec],
     num_rows: int,
-    device_bytes: int | None,
     tiles: TileFinder,
+    process_counts: tuple[int, int],
 ) -> RunSpec:
     """The run fitted to its machine, with the given or the best microbatches and waves.
 
     Args:
         run: The options.
         make: Makes a run's spec for options with a number of microbatches.
-        fit: Fits a run to its machine.
         num_rows: Examples of a batch.
-        device_bytes: Free device memory; if None, batches are not divided further than given.
         tiles: Estimates kernels' memory, for a placement without devices.
+        process_counts: See `Placement`.
     """
+    # If None, batches are not divided further than given.
+    device_bytes = run.machine and run.machine.usable_bytes
+
+    def fit(spec: RunSpec) -> RunSpec:
+        return fit_to_machine(
+            spec, tiles, device_bytes, lambda fitted: fit_to_host(fitted, *process_counts)
+        )
+
     spec = _Dividing(run, make, fit, num_rows, device_bytes, tiles).to_machine()
     options = dataclasses.replace(
         spec.options, microbatches=spec.first.microbatches, waves=spec.first.waves
@@ -84,7 +91,7 @@ class _Dividing:
         device_bytes: int | None,
         tiles: TileFinder,
     ):
-        """See `fit_with_microbatches`."""
+        """Keeps what `fit_with_microbatches` has; `fit` fits a run to its machine."""
         self._run, self._make, self._fit = run, make, fit
         self._device_bytes, self._tiles = device_bytes, tiles
         self._known: dict[int, int] = {}  # see `_needed_by_one`, by number of microbatches
