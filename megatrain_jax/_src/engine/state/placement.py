@@ -164,17 +164,9 @@ class Placement:
         """
         if self.num_processes == 1:
             return jax.device_put(arrays, sharding)
-        kind = sharding.memory_kind
-        # One call for all shards of all arrays, because calls are far slower than arrays in them.
         shards = [shard.data for x in arrays for shard in x.addressable_shards]
-        targets = [_on_one(x.device, kind) for x in shards]
-        copies = iter(jax.device_put(shards, targets))
-        return [
-            jax.make_array_from_single_device_arrays(
-                x.shape, sharding, list(islice(copies, len(self.local_devices)))
-            )
-            for x in arrays
-        ]
+        devices = [shard.device for shard in shards]
+        return self._assembled(shards, devices, [x.shape for x in arrays], sharding)
 
     @property
     def shards_here(self) -> tuple[int, ...]:
@@ -189,18 +181,18 @@ class Placement:
         """Flat arrays made of shards; each process gives its devices' shards by number."""
         if self.num_devices == 1:
             return jax.device_put([shards[0] for shards in arrays], sharding)
-        numbers, kind = self.shards_here, sharding.memory_kind
-        targets = [_on_one(device, kind) for device in self.local_devices] * len(arrays)
+        numbers, devices = self.shards_here, [*self.local_devices] * len(arrays)
         rows = [shards[n] for shards in arrays for n in numbers]
-        copies = iter(jax.device_put(rows, targets))
-        return [
-            jax.make_array_from_single_device_arrays(
-                (self.num_devices * shards[numbers[0]].size,),
-                sharding,
-                list(islice(copies, len(numbers))),
-            )
-            for shards in arrays
-        ]
+        shapes = [(self.num_devices * shards[numbers[0]].size,) for shards in arrays]
+        return self._assembled(rows, devices, shapes, sharding)
+
+    def _assembled(self, shards, devices, shapes, sharding: Sharding) -> list[jax.Array]:
+        """Arrays of the shards that go to this process's devices, those of one after another."""
+        targets = [_on_one(device, sharding.memory_kind) for device in devices]
+        # One call for all shards of all arrays, because calls are far slower than arrays in them.
+        copies, each = iter(jax.device_put(shards, targets)), len(self.local_devices)
+        make = jax.make_array_from_single_device_arrays
+        return [make(shape, sharding, list(islice(copies, each))) for shape in shapes]
 
     def put_parts(self, part: np.ndarray, sharding: Sharding) -> jax.Array:
         """The concatenation of one part per process, in order, along the first axis.

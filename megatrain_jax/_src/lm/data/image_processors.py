@@ -3,7 +3,7 @@
 import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,6 +77,28 @@ class ImageProcessor(ABC):
             ValueError: If an image can't be read.
         """
 
+    def _opened(
+        self, rows: Sequence[Sequence[Media]], count_of: Callable[[Any], int]
+    ) -> Iterator[tuple[int, int, slice, Any]]:
+        """Opens images: yields the row and number of each, its places in the row, and its arrays.
+
+        Args:
+            rows: The images and videos of each row.
+            count_of: Returns the number of vectors of an image's arrays.
+        """
+        for row, images in enumerate(rows):
+            at = 0
+            for number, image in enumerate(images):
+                found = self._read(image)
+                if (count := count_of(found)) != image.form.vectors:
+                    raise ValueError(
+                        f"an image of {image.origin} now has {count:,} vectors instead of "
+                        f"{image.form.vectors:,}: don't change images while a dataset is used"
+                    )
+                own = len(found["pixel_values"])
+                yield row, number, slice(at, at + own), found
+                at += own
+
     def _read(self, image: Media) -> Any:
         """The arrays of an image, or of the frames of a video."""
         return self._processed(image.open(), **(self._of_frames if image.form.frames else {}))
@@ -119,13 +141,8 @@ class _OneSize(ImageProcessor):
         """Opens images: `pixel_values`, (rows, images, channels, height, width)."""
         shape = (len(rows), room.vectors // self._count, *self._shape)
         result = np.zeros((shape[0], max(1, shape[1]), *self._shape), np.float32)
-        for row, images in zip(result, rows, strict=True):
-            at = 0
-            for image in images:
-                pixels = self._read(image)["pixel_values"]
-                _check_vectors(image, self._count * len(pixels))
-                row[at : at + len(pixels)] = pixels
-                at += len(pixels)
+        for row, _, at, found in self._opened(rows, lambda x: self._count * len(x["pixel_values"])):
+            result[row, at] = found["pixel_values"]
         return {"pixel_values": result}
 
 
@@ -276,14 +293,9 @@ class _Qwen(ImageProcessor):
         """Opens images: `pixel_values`, (rows, patches, numbers), and `image_grid_thw`."""
         patches = np.zeros((len(rows), room.vectors * self._each, self._numbers), np.float32)
         grids = np.zeros((len(rows), room.images, 3), np.int32)
-        for row, images in enumerate(rows):
-            at = 0
-            for number, image in enumerate(images):
-                found = self._read(image)
-                own, (grid, *_) = found["pixel_values"], found["image_grid_thw"]
-                _check_vectors(image, len(own) // self._each)
-                patches[row, at : at + len(own)], grids[row, number] = own, grid
-                at += len(own)
+        opened = self._opened(rows, lambda x: len(x["pixel_values"]) // self._each)
+        for row, number, at, found in opened:
+            patches[row, at], grids[row, number] = found["pixel_values"], found["image_grid_thw"][0]
         return {"pixel_values": patches, "image_grid_thw": grids}
 
     def _read(self, image: Media) -> Any:
@@ -405,29 +417,15 @@ class _Gemma4(ImageProcessor):
         most = max(self._of_image, self._of_frame)
         shape = len(rows), max(1, room.images), most, self._numbers
         patches, places = np.zeros(shape, np.float32), np.full((*shape[:3], 2), -1, np.int32)
-        for row, images in enumerate(rows):
-            at = 0
-            for image in images:
-                found = self._read(image)
-                own = found["pixel_values"]
-                _check_vectors(image, sum(found["num_soft_tokens_per_image"]))
-                here = slice(at, at + len(own)), slice(own.shape[1])
-                patches[row][here], places[row][here] = own, found["image_position_ids"]
-                at += len(own)
+        for row, _, at, found in self._opened(rows, lambda x: sum(x["num_soft_tokens_per_image"])):
+            here = row, at, slice(found["pixel_values"].shape[1])
+            patches[here], places[here] = found["pixel_values"], found["image_position_ids"]
         return {"pixel_values": patches, "image_position_ids": places}
 
 
 def _options_of_videos(processor: Any) -> Mapping[str, Any]:
     videos = getattr(processor, "video_processor", None) or {}
     return videos if isinstance(videos, Mapping) else videos.to_dict()
-
-
-def _check_vectors(image: Media, count: int) -> None:
-    if count != image.form.vectors:
-        raise ValueError(
-            f"an image of {image.origin} now has {count:,} vectors instead of "
-            f"{image.form.vectors:,}: don't change images while a dataset is used"
-        )
 
 
 _KINDS: dict[str, type[_Gemma | _Gemma4 | _InternVL | _Llama4 | _Qwen2_5 | _Qwen3]] = {
