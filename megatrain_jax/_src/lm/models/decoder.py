@@ -26,11 +26,10 @@ from megatrain_jax._src.lm.models.config import DecoderConfig
 from megatrain_jax._src.lm.models.decoder_options import ParameterMaker, Placed
 from megatrain_jax._src.lm.models.layers import Embedding, HiddenStates, Layer, Linear, make_norm
 from megatrain_jax._src.lm.models.moe import balancing_loss
-from megatrain_jax._src.lm.models.rotary import positions_in, rotation
+from megatrain_jax._src.lm.models.rotary import Integers, positions_in, rotation
 
 IMAGE_ARRAYS = ("pixel_values", "image_grid_thw", "image_position_ids", "second_per_grid_ts")
 """The arrays of a batch that hold images."""
-Integers = Integer[Array | np.ndarray, "rows length"]
 
 
 class Decoder(nnx.Module):

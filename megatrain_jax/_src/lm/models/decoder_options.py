@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.models.moe import Experts
-from megatrain_jax._src.lm.models.rotary import Rope
+from megatrain_jax._src.lm.models.rotary import Integers, Rope
 
 Activation = Callable[[Float[Array, "..."]], Float[Array, "..."]]
 """An elementwise function."""
@@ -116,11 +116,7 @@ class VisionConfig(ABC):
 
     @abstractmethod
     def place(
-        self,
-        decoder: Any,
-        tokens: Integer[Array | np.ndarray, "rows length"],
-        rows: Placed,
-        images: Mapping[str, Any],
+        self, decoder: Any, tokens: Integers, rows: Placed, images: Mapping[str, Any]
     ) -> Placed:
         """Puts the vectors of images in their places.
 

@@ -13,6 +13,7 @@ from megatrain_jax._src.lm.models.arrays import check_array
 from megatrain_jax._src.lm.models.causal_attention import ImageRows
 from megatrain_jax._src.lm.models.decoder_options import Placed, VisionConfig
 from megatrain_jax._src.lm.models.families.patch_tower import TowerConfig
+from megatrain_jax._src.lm.models.rotary import Integers
 
 PIXELS = "(rows, images, channels, height, width)"
 
@@ -43,11 +44,7 @@ class FixedImages(VisionConfig):
         return shape[0] * self.tower.patches_per_side**2
 
     def place(
-        self,
-        decoder: Any,
-        tokens: Integer[Array | np.ndarray, "rows length"],
-        rows: Placed,
-        images: Mapping[str, Any],
+        self, decoder: Any, tokens: Integers, rows: Placed, images: Mapping[str, Any]
     ) -> Placed:
         """Puts the vectors of images in their places; see `VisionConfig`."""
         pixels = images["pixel_values"]

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
@@ -26,7 +25,7 @@ from megatrain_jax._src.lm.models.moe import (
     tally,
 )
 from megatrain_jax._src.lm.models.past import Past
-from megatrain_jax._src.lm.models.rotary import Rotation, rotate
+from megatrain_jax._src.lm.models.rotary import Integers, Rotation, rotate
 
 HiddenStates = Float[Array, "rows length width"]
 """Hidden states of rows of tokens."""
@@ -69,9 +68,7 @@ class Embedding(nnx.Module):
         """Makes the table."""
         self.weight = make.weight(num, dim)
 
-    def __call__(
-        self, tokens: Integer[Array | np.ndarray, "rows length"]
-    ) -> Float[Array, "rows length dim"]:
+    def __call__(self, tokens: Integers) -> Float[Array, "rows length dim"]:
         """Returns the rows of tokens; NaN for tokens beyond the vocabulary."""
         rows = jnp.asarray(self.weight[...]).at[tokens]
         return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)

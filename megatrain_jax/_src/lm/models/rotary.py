@@ -20,6 +20,8 @@ RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3",
 CosSin = tuple[Float[Array, "rows length pairs"], Float[Array, "rows length pairs"]]
 """Cosines and sines of the rotation angles of the pairs of a head."""
 Positions = Integer[Array | np.ndarray, "rows length *pairs"]
+Integers = Integer[Array | np.ndarray, "rows length"]
+"""A number for each token, such as its id or its document."""
 
 
 class Rotation(NamedTuple):
@@ -140,9 +142,7 @@ def rotation(rope: Rope, positions: Positions) -> Rotation:
     return Rotation(cos_sin_tables(rope, positions), scale)
 
 
-def positions_in(
-    length: int, segments: Integer[Array | np.ndarray, "rows length"] | Past | None
-) -> Integer[Array, "rows length"]:
+def positions_in(length: int, segments: Integers | Past | None) -> Integer[Array, "rows length"]:
     """Returns positions that count from 0 in every document; one row if there are no segments.
 
     For example, segments [1, 1, 1, 2, 2, 0] give positions [0, 1, 2, 0, 1, 0]. While text is

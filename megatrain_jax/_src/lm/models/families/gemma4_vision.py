@@ -30,7 +30,7 @@ from megatrain_jax._src.lm.models.families.patch_tower import Hidden, Vision, ow
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.images import image_numbers, with_images
 from megatrain_jax._src.lm.models.layers import MLP, Buffer, Linear, RMSNorm, rms_normalized
-from megatrain_jax._src.lm.models.rotary import CosSin, Rope, cos_sin_tables, rotate
+from megatrain_jax._src.lm.models.rotary import CosSin, Integers, Rope, cos_sin_tables, rotate
 
 _CHANNELS = 3
 _PATCHES = "(rows, images, patches, numbers of a patch)"
@@ -113,11 +113,7 @@ class Gemma4VisionConfig(VisionConfig):
         return ".".join(["model.vision_tower", *rest])
 
     def place(
-        self,
-        decoder: Any,
-        tokens: Integer[Array | np.ndarray, "rows length"],
-        rows: Placed,
-        images: Mapping[str, Any],
+        self, decoder: Any, tokens: Integers, rows: Placed, images: Mapping[str, Any]
     ) -> Placed:
         """Puts the vectors of images in their places; see `VisionConfig`."""
         patches: Any = images["pixel_values"]

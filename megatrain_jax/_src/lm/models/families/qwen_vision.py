@@ -37,7 +37,7 @@ from megatrain_jax._src.lm.models.families.patch_tower import own_options
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.images import with_images
 from megatrain_jax._src.lm.models.layers import MLP, BiasedMLP, Embedding, Linear, make_norm
-from megatrain_jax._src.lm.models.rotary import CosSin, Rope, cos_sin_tables, rotate
+from megatrain_jax._src.lm.models.rotary import CosSin, Integers, Rope, cos_sin_tables, rotate
 
 _PATCHES = "(rows, patches, numbers of a patch)"
 _GRIDS = "(rows, images, 3)"
@@ -218,11 +218,7 @@ class QwenVisionConfig(VisionConfig):
         return found
 
     def place(
-        self,
-        decoder: Any,
-        tokens: Integer[Array | np.ndarray, "rows length"],
-        rows: Placed,
-        images: Mapping[str, Any],
+        self, decoder: Any, tokens: Integers, rows: Placed, images: Mapping[str, Any]
     ) -> Placed:
         """Puts the vectors of images in their places; see `VisionConfig`."""
         patches: Any = images["pixel_values"]
