@@ -47,6 +47,7 @@ from megatrain_jax._src.engine.state.codec import Array, Draw, Part, Plain, deri
 
 Spread = Callable[[jax.Array], jax.Array]
 """A function that applies a sharding to an array, inside jit."""
+Leaves = Sequence[jax.Array | None]
 
 PLAIN = Plain()
 ALIGNMENT = 64  # elements; a leaf then starts at a multiple of 128 bytes or more
@@ -262,15 +263,12 @@ class Layout:
         gathered = whole(jnp.concatenate(parts, axis=1))
         return [self._leaf(gathered, i, at) for i, at in zip(leaves, starts, strict=False)]
 
-    def pack(self, leaves: Sequence[jax.Array | None]) -> jax.Array:
+    def pack(self, leaves: Leaves) -> jax.Array:
         """The slab of these leaves, cast to its dtype; None stands for zeros."""
         return self._packed(leaves, _as_it_is, None, 0, self.size // self.num_shards)
 
     def pack_segments(
-        self,
-        leaves: Sequence[jax.Array | None],
-        spread: Spread = _as_it_is,
-        order: Sequence[int] | None = None,
+        self, leaves: Leaves, spread: Spread = _as_it_is, order: Sequence[int] | None = None
     ) -> tuple[jax.Array, ...]:
         """The segments of the slab of these leaves, one array each; see `pack`.
 
@@ -283,12 +281,7 @@ class Layout:
         return tuple(self._packed(leaves, spread, order, s.start, s.stop) for s in self.segments)
 
     def _packed(
-        self,
-        leaves: Sequence[jax.Array | None],
-        spread: Spread,
-        order: Sequence[int] | None,
-        start: int,
-        stop: int,
+        self, leaves: Leaves, spread: Spread, order: Sequence[int] | None, start: int, stop: int
     ) -> jax.Array:
         """The columns from `start` to `stop` of the slab of these leaves; see `pack_segments`."""
         slab, size = None, stop - start
@@ -304,10 +297,7 @@ class Layout:
         return jnp.zeros(size * self.num_shards, self.dtype) if slab is None else slab.reshape(-1)
 
     def add(
-        self,
-        segments: Sequence[jax.Array],
-        leaves: Sequence[jax.Array | None],
-        spread: Spread = _as_it_is,
+        self, segments: Sequence[jax.Array], leaves: Leaves, spread: Spread = _as_it_is
     ) -> tuple[jax.Array, ...]:
         """The sums of a slab's segments and the segments of the slab of these leaves."""
         return tuple(
@@ -315,9 +305,7 @@ class Layout:
             for x, segment in zip(segments, self.segments, strict=True)
         )
 
-    def _joined(
-        self, leaves: Sequence[jax.Array | None], spread: Spread, start: int, stop: int
-    ) -> jax.Array:
+    def _joined(self, leaves: Leaves, spread: Spread, start: int, stop: int) -> jax.Array:
         """The same columns as of `_packed`, as an operand of a sum."""
         rows, end = [], 0
         for offset, part in (*self._parts(leaves, spread, start, stop), (stop - start, None)):
@@ -331,7 +319,7 @@ class Layout:
 
     def _parts(
         self,
-        leaves: Sequence[jax.Array | None],
+        leaves: Leaves,
         spread: Spread,
         start: int,
         stop: int,
