@@ -7,7 +7,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from typing import Never
 
 
 class Activity:
@@ -33,7 +32,9 @@ class Activity:
                 before, self.doing = self.doing, doing
                 self.count += 1
                 return before
-        _stay()
+        while True:
+            with contextlib.suppress(BaseException):  # a signal raises nothing here
+                time.sleep(3600)
 
     def take(self) -> bool:
         """Lets this thread go on with the process's work, if the main thread is in the user's code.
@@ -44,12 +45,6 @@ class Activity:
             if self.doing[1]:
                 self._taker = threading.current_thread()
             return self.doing[1]
-
-
-def _stay() -> Never:
-    while True:
-        with contextlib.suppress(BaseException):  # a signal raises nothing here
-            time.sleep(3600)
 
 
 HERE = Activity()

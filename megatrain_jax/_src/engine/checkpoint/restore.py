@@ -190,7 +190,12 @@ class _Loading:
                     # store.
                     coming = reader.submit(self._read, after)
                 resting = self.store.append_shards(slab.key, arrays)
-                self._verify(slab, arrays)
+                # Verifies chunks stored in the run's own form, while they are being stored: read
+                # back from the slab, so that this covers its layout as well.
+                for i, p, part in _parts(slab):
+                    for entry, cell, own in self._known(slab, arrays, i, p, part):
+                        if own is not None:
+                            self._compare(entry, own, cell)
                 # Freed before the next slab is made: at most two exist beside the store.
                 del arrays
                 jax.block_until_ready(resting)
@@ -268,17 +273,6 @@ class _Loading:
                     self._compare(entry, whole, cell)
             write_part(slab.layout, arrays, i, p, runs)
         return arrays
-
-    def _verify(self, slab: _Slab, arrays: _Arrays) -> None:
-        """Verifies chunks stored in the run's own form, while they are being stored.
-
-        Arrays in different forms were verified when loaded.
-        """
-        # Read back from the slab, not verified before, so that this covers its layout as well.
-        for i, p, part in _parts(slab):
-            for entry, cell, own in self._known(slab, arrays, i, p, part):
-                if own is not None:
-                    self._compare(entry, own, cell)
 
     def _known(
         self, slab: _Slab, arrays: _Arrays, i: int, p: int, part: _PartOf

@@ -301,9 +301,6 @@ def _grouped(jaxpr: Any, every: Iterable[_Codes]) -> list[list[_Codes]]:
     groups: list[list[_Codes]] = []
     after: dict[int, set[Any]] = {}  # the variables that depend on codes
 
-    def may_share(codes: _Codes, earlier: _Codes) -> bool:
-        return after[id(earlier)].isdisjoint([*codes.arrays, *codes.scalars])
-
     for codes in every:
         after[id(codes)] = jx.dependent(jaxpr, codes.made)
         common = [
@@ -311,7 +308,7 @@ def _grouped(jaxpr: Any, every: Iterable[_Codes]) -> list[list[_Codes]]:
             for group in groups
             if group[0].operand.aval.shape == codes.operand.aval.shape
             and any(not set(codes.arrays).isdisjoint(other.arrays) for other in group)
-            and all(may_share(codes, other) for other in group)
+            and all(after[id(other)].isdisjoint([*codes.arrays, *codes.scalars]) for other in group)
         ]
         # Two existing groups are not merged, because one may depend on the other.
         groups = [group for group in groups if group not in common[:1]]

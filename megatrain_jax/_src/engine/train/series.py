@@ -230,7 +230,9 @@ class RunCheckpoints:
         self.saved = trainer.num_steps
 
     def _prepare(self, path: AnyPath) -> None:
-        _check_replaceable(path)
+        # A callback may have saved this step itself.
+        if places.is_there(path) and (strange := _strange(path)):
+            raise CheckpointError(f"{path} can't be replaced: megatrain_jax didn't make {strange}")
         if isinstance(self._workspace, Workspace):
             self._workspace.prepare(path)
 
@@ -338,16 +340,6 @@ def _shortened(error: CheckpointError) -> str:
     """The first words of an error."""
     words = str(error).split("\n")[0]
     return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]}..."
-
-
-def _check_replaceable(path: AnyPath) -> None:
-    """Checks that a checkpoint can be written: a callback may have saved this step itself.
-
-    Raises:
-        CheckpointError: If there is anything else.
-    """
-    if places.is_there(path) and (strange := _strange(path)):
-        raise CheckpointError(f"{path} can't be replaced: megatrain_jax didn't make {strange}")
 
 
 def _strange(path: AnyPath) -> str:

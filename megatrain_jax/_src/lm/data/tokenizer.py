@@ -146,22 +146,6 @@ class FastTokenizer:
             verbose=False,
         ).encodings
 
-    def warn_beyond(self) -> None:
-        """Warns of tokens beyond the vocabulary; the data may or may not contain them.
-
-        Models with more rows than the tokenizer has tokens are common and fine.
-        """
-        ids, size = self.tokenizer.get_vocab(), self.vocabulary
-        beyond = [] if size is None else sorted((ids[one], one) for one in ids if ids[one] >= size)
-        # Only a warning, because the data may contain none of them.
-        if beyond:
-            shown = ", ".join(repr(one) for _, one in beyond[:_TOKENS_SHOWN])
-            warn_user(
-                f"the tokenizer has {len(beyond):,} tokens ({shown}"
-                f"{', ...' if len(beyond) > _TOKENS_SHOWN else ''}) beyond the {size:,} of "
-                f"{self.config}; rows that have one can't be used",
-            )
-
     def fault(self, ids: Int32[np.ndarray, " n"]) -> BeyondVocabulary | None:
         """The fault of a text's tokens, if one is beyond the vocabulary."""
         if self.vocabulary is None or not len(ids) or ids.max() < self.vocabulary:
@@ -260,5 +244,15 @@ def load_fast_tokenizer(tokenizer: Any) -> FastTokenizer:
         ValueError: See `load_tokenizer`.
     """
     tokens = FastTokenizer(tokenizer)
-    tokens.warn_beyond()
+    # Models with more rows than the tokenizer has tokens are common and fine.
+    ids, size = tokens.tokenizer.get_vocab(), tokens.vocabulary
+    beyond = [] if size is None else sorted((ids[one], one) for one in ids if ids[one] >= size)
+    # Only a warning, because the data may contain none of them.
+    if beyond:
+        shown = ", ".join(repr(one) for _, one in beyond[:_TOKENS_SHOWN])
+        warn_user(
+            f"the tokenizer has {len(beyond):,} tokens ({shown}"
+            f"{', ...' if len(beyond) > _TOKENS_SHOWN else ''}) beyond the {size:,} of "
+            f"{tokens.config}; rows that have one can't be used",
+        )
     return tokens
