@@ -331,13 +331,9 @@ def with_split_attention(kernel: Kernel, num_devices: int) -> Kernel:
     """
 
     def build() -> Callable[..., Any]:
-        function = kernel.build()
-
-        def divided(*args: Any) -> Any:
-            traced = jx.trace(function, *args)
-            return traced.outputs(args, lambda jaxpr, ins: in_pieces(jaxpr, (), ins, num_devices))
-
-        return divided
+        return jx.rewritten(
+            kernel.build(), lambda jaxpr, ins: in_pieces(jaxpr, (), ins, num_devices)
+        )
 
     return dataclasses.replace(kernel, build=build)
 

@@ -47,7 +47,7 @@ Example: a block of 8 x 1,024 tokens, of width 5,120::
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,9 +68,8 @@ def with_scattered_sums(function: Callable) -> Callable:
         function: The function, of trees of arrays, without effects.
     """
 
-    def run(*args: Any) -> Any:
-        traced = jx.trace(function, *args)
-        scattered, left_out = _scattered(traced.jaxpr)
+    def evaluate(jaxpr: Any, ins: Sequence[Any]) -> list[Any]:
+        scattered, left_out = _scattered(jaxpr)
 
         def compute(number: int, eqn: Any, value: Callable[[Any], Any]) -> list[Any] | None:
             if number in scattered:
@@ -80,9 +79,9 @@ def with_scattered_sums(function: Callable) -> Callable:
                 return None
             return jx.bind(eqn, [value(atom) for atom in eqn.invars])
 
-        return traced.outputs(args, lambda jaxpr, ins: jx.evaluate_by(jaxpr, ins, compute))
+        return jx.evaluate_by(jaxpr, ins, compute)
 
-    return run
+    return jx.rewritten(function, evaluate)
 
 
 def looks_up_inputs(jaxpr: Any) -> bool:
@@ -297,12 +296,7 @@ def with_float8_by_cublas(function: Callable) -> Callable:
     Args:
         function: The function, of trees of arrays.
     """
-
-    def run(*args: Any) -> Any:
-        traced = jx.trace(function, *args)
-        return traced.outputs(args, lambda jaxpr, ins: jx.evaluate(_with_algorithm(jaxpr), ins))
-
-    return run
+    return jx.rewritten(function, lambda jaxpr, ins: jx.evaluate(_with_algorithm(jaxpr), ins))
 
 
 def _with_algorithm(jaxpr: Any) -> Any:

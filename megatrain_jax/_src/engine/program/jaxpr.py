@@ -116,6 +116,15 @@ class Traced:
         return jax.tree.unflatten(self.out_tree, results)
 
 
+def rewritten(function: Callable, evaluate: Callable[[Any, list[Any]], Sequence[Any]]) -> Callable:
+    """A function of trees that traces another one, and evaluates it as in `Traced.outputs`."""
+
+    def run(*args: Any) -> Any:
+        return trace(function, *args).outputs(args, evaluate)
+
+    return run
+
+
 def trace(fn: Callable, *args: Any) -> Traced:
     """Traces `fn` on `args` (trees of arrays or ShapeDtypeStructs) without running it."""
     out_tree = None

@@ -70,14 +70,11 @@ def with_fp32_products(
             products of narrow numbers that give fp32. The results are the same.
     """
 
-    def run(*args: Any) -> Any:
-        traced = jx.trace(function, *args)
-        wide = [*are_wide, *[False] * (len(traced.jaxpr.outvars) - len(are_wide))]
-        return traced.outputs(
-            args, lambda jaxpr, ins: _with_wide_results(jaxpr, ins, wide, casts_operands)
-        )
+    def evaluate(jaxpr: Any, ins: Sequence[Any]) -> list[Any]:
+        wide = [*are_wide, *[False] * (len(jaxpr.outvars) - len(are_wide))]
+        return _with_wide_results(jaxpr, ins, wide, casts_operands)
 
-    return run
+    return jx.rewritten(function, evaluate)
 
 
 def _with_wide_results(
