@@ -89,11 +89,7 @@ class History(list[dict[str, Any]]):
         Path(path).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
     def plot(
-        self,
-        metrics: str | Sequence[str] = "loss",
-        *,
-        log: bool = False,
-        smooth: int = 1,
+        self, metrics: str | Sequence[str] = "loss", *, log: bool = False, smooth: int = 1
     ) -> "Figure":
         """Draws metrics over the steps, each with its evaluation metric if there is one.
 

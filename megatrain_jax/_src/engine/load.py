@@ -18,11 +18,7 @@ from megatrain_jax._src.engine.adapt.initial_values import InitialValues
 from megatrain_jax._src.engine.adapt.linen_calls import repeated
 from megatrain_jax._src.engine.checkpoint import manifest
 from megatrain_jax._src.engine.checkpoint.contents import EMA, PARAMS, VARIABLES, TreePath
-from megatrain_jax._src.engine.checkpoint.folder import (
-    CheckpointError,
-    checkpoint_at,
-    has_manifest,
-)
+from megatrain_jax._src.engine.checkpoint.folder import CheckpointError, checkpoint_at, has_manifest
 from megatrain_jax._src.engine.checkpoint.given_parameters import (
     saved_arrays,
     with_given_parameters,

@@ -75,12 +75,7 @@ from megatrain_jax._src.engine.spec.state_choice import choose_state, copied, sh
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
 from megatrain_jax._src.engine.state import pool
-from megatrain_jax._src.engine.state.drive import (
-    ORDINARY_MEMORY,
-    check_space,
-    drives_of,
-    in_memory,
-)
+from megatrain_jax._src.engine.state.drive import ORDINARY_MEMORY, check_space, drives_of, in_memory
 from megatrain_jax._src.engine.state.drive import measured_rates as measured_disk_rates
 from megatrain_jax._src.engine.state.hardware import Hardware, card_here, within_pools
 from megatrain_jax._src.engine.state.network import measured_rate

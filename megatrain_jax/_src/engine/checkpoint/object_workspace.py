@@ -27,13 +27,7 @@ import uuid
 from contextlib import suppress
 from typing import Any, cast
 
-from megatrain_jax._src.common.object_paths import (
-    AnyPath,
-    ObjectPath,
-    discard,
-    mark_of,
-    marked,
-)
+from megatrain_jax._src.common.object_paths import AnyPath, ObjectPath, discard, mark_of, marked
 from megatrain_jax._src.common.outside import parsed_json
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.checkpoint.folder import MANIFEST

@@ -367,11 +367,7 @@ def _as_computed(stage: Stage) -> list[int]:
 
 
 def _pack_gradients(
-    bound: BoundStage,
-    placement: Placement,
-    leaf_gradients,
-    gradients,
-    sums: NarrowSums | None,
+    bound: BoundStage, placement: Placement, leaf_gradients, gradients, sums: NarrowSums | None
 ) -> list[tuple[jax.Array, ...]]:
     """The segments of a stage's gradients, by slab; zeros for a leaf that it does not read."""
     stage, binding, mode = bound.stage, bound.binding, bound.mode

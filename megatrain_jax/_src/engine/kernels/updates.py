@@ -218,11 +218,7 @@ _GROUP = jax.ShapeDtypeStruct((), jnp.uint32)
 
 
 def reduce(
-    cut: OptimizerCut,
-    layout: GroupLayout,
-    group: int,
-    gradient: DTypeLike,
-    placement: Placement,
+    cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLike, placement: Placement
 ) -> Kernel:
     """The kernel `(gradient, masters, state, numbers, globals, ok) -> (scalars, squared norm, ok)`.
 
@@ -317,11 +313,7 @@ def combine(cut: OptimizerCut, placement: Placement) -> Kernel:
 
 
 def update(
-    cut: OptimizerCut,
-    layout: GroupLayout,
-    group: int,
-    gradient: DTypeLike,
-    placement: Placement,
+    cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLike, placement: Placement
 ) -> Kernel:
     """The kernel `(masters, state, gradient, messages, ok, draw) -> (masters, state)` of one group.
 

@@ -41,10 +41,7 @@ from megatrain_jax._src.engine.program.loss.stages import Program, Stage
 from megatrain_jax._src.engine.schedule.schedule import Schedule
 from megatrain_jax._src.engine.schedule.search import find_schedule
 from megatrain_jax._src.engine.schedule.workload import Workload
-from megatrain_jax._src.engine.spec.activations import (
-    counted_activations,
-    last_read_by_task,
-)
+from megatrain_jax._src.engine.spec.activations import counted_activations, last_read_by_task
 from megatrain_jax._src.engine.spec.costs import (
     batch_seconds,
     collective_bytes,

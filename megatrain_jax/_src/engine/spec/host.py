@@ -482,12 +482,7 @@ def _computing_again(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> Iter
 
 
 def fit_new_shape_to_host(
-    step: BoundStep,
-    spec: RunSpec,
-    num_processes: int,
-    processes_per_host: int,
-    *,
-    training: bool,
+    step: BoundStep, spec: RunSpec, num_processes: int, processes_per_host: int, *, training: bool
 ) -> BoundStep:
     """A step of a new batch shape, with as many stages computed again as it needs.
 

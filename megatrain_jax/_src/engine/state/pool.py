@@ -427,11 +427,7 @@ def _allocation(
 
 
 def process_bytes(
-    num_bytes: int,
-    array_bytes: int,
-    total: int | None,
-    num_devices: int = 1,
-    list_bytes: int = 0,
+    num_bytes: int, array_bytes: int, total: int | None, num_devices: int = 1, list_bytes: int = 0
 ) -> int:
     """Returns the host memory of a process after `reserve` has grown fresh pools.
 
@@ -450,11 +446,7 @@ def process_bytes(
 
 
 def pool_bytes(
-    num_bytes: int,
-    array_bytes: int,
-    total: int | None,
-    num_devices: int,
-    list_bytes: int = 0,
+    num_bytes: int, array_bytes: int, total: int | None, num_devices: int, list_bytes: int = 0
 ) -> int:
     """Returns the pinned memory of all fresh pools that `reserve` makes; see `process_bytes`."""
     share = -(-num_bytes // num_devices)

@@ -28,11 +28,7 @@ from megatrain_jax._src.engine.runtime.interrupt import Signals, deferred_interr
 from megatrain_jax._src.engine.runtime.training import TooManySkippedError
 from megatrain_jax._src.engine.train.result import FitResult
 from megatrain_jax._src.engine.train.series import RunCheckpoints
-from megatrain_jax._src.engine.train.source import (
-    Prefetch,
-    first_evaluation,
-    naming_evaluation,
-)
+from megatrain_jax._src.engine.train.source import Prefetch, first_evaluation, naming_evaluation
 from megatrain_jax._src.engine.trainer import Trainer
 
 

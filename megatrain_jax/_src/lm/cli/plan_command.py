@@ -191,9 +191,7 @@ def _larger_host(plan: mt.Plan) -> str:
 
 
 def _chosen(
-    options: list[_Option],
-    settings: PlanSettings,
-    is_enough: Callable[[Sequence[_Option]], bool],
+    options: list[_Option], settings: PlanSettings, is_enough: Callable[[Sequence[_Option]], bool]
 ) -> list[_Option]:
     """The least intrusive options that together make the run fit; empty if all together do not.
 

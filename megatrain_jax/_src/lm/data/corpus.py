@@ -332,10 +332,7 @@ class CorpusBuilder:
         return True
 
     def _keep(
-        self,
-        bounds: list[int],
-        pieces: list[tuple[int, int, bool]],
-        values: Mapping[str, float],
+        self, bounds: list[int], pieces: list[tuple[int, int, bool]], values: Mapping[str, float]
     ) -> None:
         begin = self._begin
         for start, stop, goes_on in pieces:

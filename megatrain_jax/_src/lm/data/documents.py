@@ -117,10 +117,7 @@ def add_conversations(
 
 
 def _render(
-    documents: Iterable[Document],
-    template: Template,
-    tokens: FastTokenizer,
-    report: Report,
+    documents: Iterable[Document], template: Template, tokens: FastTokenizer, report: Report
 ) -> Iterator[tuple[Document, list[Rendered]]]:
     for document in documents:
         origin, conversations = document[:2]
@@ -231,10 +228,7 @@ def _first_after(offsets: Int64[np.ndarray, "n 2"], start: int) -> tuple[int, bo
 
 
 def add_texts(
-    parts: Iterable[TextPart],
-    tokens: FastTokenizer,
-    builder: CorpusBuilder,
-    report: Report,
+    parts: Iterable[TextPart], tokens: FastTokenizer, builder: CorpusBuilder, report: Report
 ) -> None:
     """Adds plain texts to a builder; after an error, only looks for further errors.
 

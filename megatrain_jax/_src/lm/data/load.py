@@ -18,11 +18,7 @@ from megatrain_jax._src.lm.data.batches import DatasetOptions
 from megatrain_jax._src.lm.data.corpus import CorpusBuilder, WhenTooLong
 from megatrain_jax._src.lm.data.dataset import Dataset
 from megatrain_jax._src.lm.data.image_processors import image_processor
-from megatrain_jax._src.lm.data.image_rows import (
-    ImageTemplate,
-    image_conversations,
-    image_prompt,
-)
+from megatrain_jax._src.lm.data.image_rows import ImageTemplate, image_conversations, image_prompt
 from megatrain_jax._src.lm.data.report import (
     AnswerLost,
     AssistantTextNotFound,

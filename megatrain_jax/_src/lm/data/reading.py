@@ -219,10 +219,7 @@ def rows(path: str, report: Report) -> Iterator[tuple[RowOrigin, Row]]:
 
 
 def _objects(
-    items: Iterable[tuple[RowOrigin, Any]],
-    whole: RowOrigin,
-    if_empty: str,
-    report: Report,
+    items: Iterable[tuple[RowOrigin, Any]], whole: RowOrigin, if_empty: str, report: Report
 ) -> Iterator[tuple[RowOrigin, Row]]:
     last = whole
     for origin, row in _named_failures(items, whole):

@@ -239,11 +239,7 @@ class Template:
         return Rendered(text, kept, stops)
 
     def _by_turns(
-        self,
-        conversation: Conversation,
-        text: str,
-        turns: list[int],
-        spans: list[tuple[int, int]],
+        self, conversation: Conversation, text: str, turns: list[int], spans: list[tuple[int, int]]
     ) -> list[list[tuple[int, int]]]:
         """The marked parts of each turn, by their places in the text."""
         messages, tools, end = conversation.messages, conversation.tools, 0

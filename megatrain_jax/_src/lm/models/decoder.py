@@ -81,10 +81,7 @@ class Decoder(nnx.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, make, bias=bias)
 
     def __call__(
-        self,
-        tokens: Integers,
-        positions: Integers | None = None,
-        segments: Integers | None = None,
+        self, tokens: Integers, positions: Integers | None = None, segments: Integers | None = None
     ) -> Float[Array, "rows length vocab_size"]:
         """Returns logits in the parameters' dtype.
 

@@ -502,12 +502,7 @@ def rope_parameters(fields: Fields, default: Mapping[str, Any] | None = None) ->
 
 
 def two_ropes(
-    fields: Fields,
-    head_dim: int,
-    full: dict[str, Any],
-    local: dict[str, Any],
-    *,
-    max_length: int,
+    fields: Fields, head_dim: int, full: dict[str, Any], local: dict[str, Any], *, max_length: int
 ) -> dict[str, Rope]:
     """Returns the rotary embeddings of layers without and with a window.
 

@@ -518,9 +518,7 @@ def _arrays(
 
 
 def _config(
-    model: Decoder,
-    modules: dict[ModulePath, Any],
-    named: dict[ModulePath, ParameterTensors],
+    model: Decoder, modules: dict[ModulePath, Any], named: dict[ModulePath, ParameterTensors]
 ) -> dict[str, Any]:
     """The contents of adapter_config.json.
 

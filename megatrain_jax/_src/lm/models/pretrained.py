@@ -373,10 +373,7 @@ def _check_count(said: str, config: DecoderConfig, tensors: dict[str, Tensor]) -
 
 
 def _check(
-    said: str,
-    config: DecoderConfig,
-    wanted: Sequence[ParameterTensors],
-    tensors: dict[str, Tensor],
+    said: str, config: DecoderConfig, wanted: Sequence[ParameterTensors], tensors: dict[str, Tensor]
 ) -> None:
     """Compares the files' tensors with the model's needs; reports all problems at once."""
     shapes = {name: parameter.tensor_shape for parameter in wanted for name in parameter.names}

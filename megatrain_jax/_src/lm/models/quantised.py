@@ -34,13 +34,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import parsed_json
 from megatrain_jax._src.lm.models.coded_weights import CHUNK, check_fit, weight_of
 from megatrain_jax._src.lm.models.packed_integers import read_awq, read_gptq, read_packed
-from megatrain_jax._src.lm.models.tensors import (
-    CODES,
-    ITEM_BYTES,
-    Tensor,
-    open_folder,
-    some,
-)
+from megatrain_jax._src.lm.models.tensors import CODES, ITEM_BYTES, Tensor, open_folder, some
 
 
 def scaled(

@@ -48,11 +48,7 @@ from megatrain_jax._src.engine.program.loss.stages import (
     find_state_use,
 )
 from megatrain_jax._src.engine.program.primitives import DECIDING, REMAT
-from megatrain_jax._src.engine.program.structural_key import (
-    form,
-    structural_key,
-    value_key,
-)
+from megatrain_jax._src.engine.program.structural_key import form, structural_key, value_key
 
 Position = tuple[int, int]  # row of an equation in its body, column of an operand
 

@@ -14,10 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from megatrain_jax._src.lm.models import hf_common
-from megatrain_jax._src.lm.models.decoder_options import (
-    DecoderOptions,
-    ParameterMaker,
-)
+from megatrain_jax._src.lm.models.decoder_options import DecoderOptions, ParameterMaker
 from megatrain_jax._src.lm.models.families.patch_tower import Tower, TowerConfig, Vision
 from megatrain_jax._src.lm.models.family import Family, multimodal_family
 from megatrain_jax._src.lm.models.hf_common import Fields

@@ -15,10 +15,7 @@ from jaxtyping import Array, Float
 from megatrain_jax._src.lm.models import hf_common
 from megatrain_jax._src.lm.models.decoder_options import ACTIVATIONS, DecoderOptions, ParameterMaker
 from megatrain_jax._src.lm.models.delta_rule import short_convolution
-from megatrain_jax._src.lm.models.families.deepseek import (
-    GroupedRouting,
-    OuterBiasMixture,
-)
+from megatrain_jax._src.lm.models.families.deepseek import GroupedRouting, OuterBiasMixture
 from megatrain_jax._src.lm.models.families.dense import WideNormAttention
 from megatrain_jax._src.lm.models.families.mixtures import GatedSharedMixture
 from megatrain_jax._src.lm.models.families.qwen_vision import read_vision

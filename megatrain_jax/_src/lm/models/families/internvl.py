@@ -12,11 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from megatrain_jax._src.lm.models import hf_common
-from megatrain_jax._src.lm.models.decoder_options import (
-    ACTIVATIONS,
-    DecoderOptions,
-    ParameterMaker,
-)
+from megatrain_jax._src.lm.models.decoder_options import ACTIVATIONS, DecoderOptions, ParameterMaker
 from megatrain_jax._src.lm.models.families.dense import LLAMA, QWEN2, QWEN3
 from megatrain_jax._src.lm.models.families.patch_tower import (
     Tower,

@@ -14,11 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from megatrain_jax._src.lm.models import hf_common
-from megatrain_jax._src.lm.models.decoder_options import (
-    ACTIVATIONS,
-    DecoderOptions,
-    ParameterMaker,
-)
+from megatrain_jax._src.lm.models.decoder_options import ACTIVATIONS, DecoderOptions, ParameterMaker
 from megatrain_jax._src.lm.models.families import patch_tower
 from megatrain_jax._src.lm.models.hf_common import Fields
 from megatrain_jax._src.lm.models.images import FixedImages

@@ -17,13 +17,7 @@ from jaxtyping import Array, Float
 
 from megatrain_jax._src.lm.models.causal_attention import full_attention
 from megatrain_jax._src.lm.models.decoder_options import DecoderOptions, ParameterMaker
-from megatrain_jax._src.lm.models.layers import (
-    BiasedMLP,
-    LayerNorm,
-    Linear,
-    RMSNorm,
-    make_norm,
-)
+from megatrain_jax._src.lm.models.layers import BiasedMLP, LayerNorm, Linear, RMSNorm, make_norm
 from megatrain_jax._src.lm.models.rotary import CosSin, rotate
 
 Hidden = Float[Array, "images patches width"]

@@ -41,14 +41,7 @@ from megatrain_jax._src.lm.models.layers import (
     make_norm,
 )
 from megatrain_jax._src.lm.models.linear_attention import gated_delta_rule
-from megatrain_jax._src.lm.models.moe import (
-    Experts,
-    Routed,
-    Weights,
-    gated_fused,
-    plain,
-    route,
-)
+from megatrain_jax._src.lm.models.moe import Experts, Routed, Weights, gated_fused, plain, route
 from megatrain_jax._src.lm.models.rotary import Rotation
 
 

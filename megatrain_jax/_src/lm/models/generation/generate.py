@@ -20,10 +20,7 @@ from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.lm.common.prompts import check_prompts, ids_and_images, shown_answer
 from megatrain_jax._src.lm.models.decoder_options import VisionConfig
-from megatrain_jax._src.lm.models.generation.beams import (
-    empty_beams,
-    search_params,
-)
+from megatrain_jax._src.lm.models.generation.beams import empty_beams, search_params
 from megatrain_jax._src.lm.models.generation.caches import as_page, grown, on_device
 from megatrain_jax._src.lm.models.generation.decoding import (
     LENGTHENING,
