@@ -37,6 +37,17 @@ def tied_trainer(**options: Any) -> mt.Trainer:
     return mt.Trainer(params, tied_loss, SGD, batch(0), progress=False, **options)
 
 
+def test_sums_of_a_block_may_have_more_elements_than_numbers_of_32_bits():
+    def rounded(*total: jax.Array) -> Any:
+        number = [jnp.uint32(0)]
+        sums = NarrowSums(on_one_device(), [], (jax.random.key(0), *number, [number[0]], number[0]))
+        return sums._rounded(total, "stochastic")
+
+    sizes = 3 * 2**30, 3 * 2**30, 5  # a mixture's experts
+    found = jax.eval_shape(rounded, *(jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes))
+    assert [(x.size, x.dtype) for x in found] == [(n, jnp.bfloat16) for n in sizes]
+
+
 @pytest.mark.by_default("float32-bfloat16")
 @pytest.mark.parametrize("sums", ["float32", "bfloat16"])
 @pytest.mark.parametrize("master", ["float32", "bfloat16"])

@@ -277,8 +277,17 @@ def test_only_what_helps_is_advised():
     of_device = advised(None, False, lambda s: s.microbatches == "auto", **batch)
     assert tells(of_device, "GPU", "--microbatches auto") and not tells(of_device, "host")
     # Each GPU has two of four rows.
-    in_rows = advised(None, False, lambda s: s.microbatches == "auto", microbatches=2, **batch)
+    in_rows = advised(
+        None,
+        False,
+        lambda s: s.microbatches == "auto" and s.length == 4096,
+        microbatches=2,
+        **batch,
+    )
     assert not tells(in_rows, "--microbatches")
+    # Twice as many rows are divided once more.
+    halves = {**batch, "tokens": 8192, "enough": lambda s: s.microbatches == "auto"}
+    assert tells(advised(None, False, **halves), "--length 2048 --microbatches auto")
     shorter = advised(None, False, lambda s: s.length == 2048, **batch)
     assert tells(shorter, "--length 2048", "2,048")
     both = advised(False, False, lambda s: False, device_budget="minimum", clip=None)

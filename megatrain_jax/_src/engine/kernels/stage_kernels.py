@@ -123,8 +123,9 @@ class NarrowSums:
         if rounding == "nearest":
             return tuple(x.astype(jnp.bfloat16) for x in total)
         found, first = [], 0
-        for x in total:  # elements are numbered through all segments
-            bits = codec.random_bits(draw, jnp.uint32(first) + jnp.arange(x.size, dtype=jnp.uint32))
+        for x in total:  # elements are numbered through all segments, and from 0 again after 2**32
+            start = jnp.uint32(first % 2**32)
+            bits = codec.random_bits(draw, start + jnp.arange(x.size, dtype=jnp.uint32))
             found.append(codec.round_stochastically(x, bits))
             first += x.size
         return tuple(found)

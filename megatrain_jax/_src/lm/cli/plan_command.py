@@ -235,11 +235,11 @@ def _options(settings: PlanSettings, *lacking: str) -> Iterator[_Option]:
             cost = "copies more in each step, which may take longer"
             yield _option(cost, device_budget="minimum")
     # Smaller microbatches need less GPU memory and, in waves, keep fewer bytes in the host.
-    if settings.tokens is not None and settings.microbatches != "auto":
-        rows = settings.tokens // settings.length
-        if rows // settings.num_gpus > settings.microbatches:
-            cost = "computes a batch in more parts, which may take longer"
-            yield _option(cost, microbatches="auto")
+    parts = settings.microbatches
+    rows = (settings.tokens or 0) // settings.length
+    if parts != "auto" and rows // settings.num_gpus > parts:
+        cost = "computes a batch in more parts, which may take longer"
+        yield _option(cost, microbatches="auto")
     if settings.sums != "bfloat16" and settings.tokens is not None:
         cost = "rounds the sums of gradients to 16 bits"
         yield _option(cost, sums="bfloat16")
@@ -263,8 +263,10 @@ def _options(settings: PlanSettings, *lacking: str) -> Iterator[_Option]:
         cost = "rounds parameters to 8 bits and moments to 4 bits, which is experimental"
         yield _option(cost, precision="two_bytes", state=None, master=None)
     if "GPU memory" in lacking and settings.length % 2 == 0 and settings.length >= 1024:
-        half = settings.length // 2
-        yield _option(f"cuts texts at {half:,} tokens", length=half)
+        half, cut = settings.length // 2, {}
+        if parts != "auto" and rows // settings.num_gpus <= parts < 2 * rows // settings.num_gpus:
+            cut = {"microbatches": "auto"}  # there are twice as many rows then
+        yield _option(f"cuts texts at {half:,} tokens", length=half, **cut)
     if settings.lora_rank is None and settings.trainable is None:
         cost = "trains adapters instead of the parameters"
         yield _option(cost, lora_rank=_RANK)
