@@ -39,8 +39,8 @@ def tied_trainer(**options: Any) -> mt.Trainer:
 
 def test_sums_of_a_block_may_have_more_elements_than_numbers_of_32_bits():
     def rounded(*total: jax.Array) -> Any:
-        number = [jnp.uint32(0)]
-        sums = NarrowSums(on_one_device(), [], (jax.random.key(0), *number, [number[0]], number[0]))
+        zero = jnp.uint32(0)
+        sums = NarrowSums(on_one_device(), [], (jax.random.key(0), zero, [zero], zero))
         return sums._rounded(total, "stochastic")
 
     sizes = 3 * 2**30, 3 * 2**30, 5  # a mixture's experts
