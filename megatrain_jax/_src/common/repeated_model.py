@@ -14,15 +14,16 @@ class RepeatedModel:
     """A model, given to `plan`, that has the blocks of a smaller one several times.
 
     Example: the ten layers of a model are alike in pairs, one with a window and one without. The
-    smaller model has eight layers, and its layers 2 and 3 are there once more in the whole one:
-    `first` is 2, `period` 2 and `times` 1.
+    smaller model has six layers, and its layers 2 and 3 are there twice more in the whole one:
+    `first` is 2, `period` 2 and `times` 2.
 
     Attributes:
         few: Function that builds the smaller model.
         whole: Function that builds the model.
         container: Path of the list of blocks, in both.
         first: Number of the first block that is repeated.
-        period: Number of blocks that are repeated together; as many, like these, follow them.
+        period: Number of blocks that are repeated together. As many precede them, and at least one
+            follows, which are like these but for the very first block, and then a last block.
         times: Number of times that they are there in addition.
     """
 

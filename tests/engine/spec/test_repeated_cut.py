@@ -105,7 +105,7 @@ def _facts(spec: RunSpec) -> dict[str, Any]:
 def test_a_cut_with_repeated_blocks_equals_that_of_the_whole_model(
     loss: Any, number: int, period: int, optimizer: Any, options: dict[str, Any]
 ):
-    times = (number - 3 * period - 1) // period
+    times = (number - 2 * period - 2) // period
     model = RepeatedModel(
         **dict.fromkeys(("few", "whole"), dict), container=("layers",), first=period,
         period=period, times=times,

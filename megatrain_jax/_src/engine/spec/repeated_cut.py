@@ -14,6 +14,7 @@ makes the latter only once here, for all copies of a layer, as no plan depends o
 """
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -89,46 +90,67 @@ class _Repeating:
         ]
 
     def _check_alike(self) -> None:
-        """Checks that the blocks after the repeated ones are like these."""
+        """Checks that the blocks after the repeated ones, or those before them, are like these."""
         cut, stages, start, stop = self._cut, self._stages, self._start, self._stop
-        period = stop - start
-        _check(not cut.program.warnings and start >= period and stop + period < len(stages))
-        places = {(x.path, x.index): i for i, x in enumerate(cut.leaves)}
-        groups = cut.grouping.group_of
-        for s in range(start, stop):
-            one, other = stages[s], stages[s + period]
-            moved = [self._moved(cut.leaves[i], self._model.period) for i in one.leaves]
-            _check(tuple(places.get((x.path, x.index)) for x in moved) == other.leaves)
-            _check(_form(one) == _form(other))
-            for a, b in zip(one.leaves, other.leaves, strict=True):
-                _check(_update(cut.optimizer, groups[a]) == _update(cut.optimizer, groups[b]))
-            for a, b in zip(one.inputs, other.inputs, strict=True):
-                maker, at = self._makers.get(a, (-1, 0))
-                if a == b:
-                    _check(maker < start)
-                elif a in self._makers:
-                    _check(maker >= start - period)
-                    _check(self._makers.get(b) == (maker + period, at))
-                else:
-                    _check(self._own.setdefault(a, b) == b and self._are_own(a, b))
-            names = {".".join(map(str, leaf.block)) for leaf in moved if leaf.block}
-            _check(not names or names == {other.name})
+        _check(not cut.program.warnings and start >= stop - start)
+        later = {*range(stop, len(stages))}
+        for s, by in self._distances.items():
+            _check(0 <= s + by < len(stages))
+            self._check_stages(s, by)
+            later.discard(s + by)
         made = {value for s in range(start, stop) for value in stages[s].outputs}
-        later = [value for s in stages[stop + period :] for value in s.inputs]
-        _check(made.isdisjoint([*cut.program.outputs, *later]))
+        read = [value for s in later for value in stages[s].inputs]
+        _check(made.isdisjoint([*cut.program.outputs, *read]))
 
-    def _are_own(self, value: int, other: int) -> bool:
-        """Whether two values are alike, and read by a repeated block, and by the next one, only."""
+    @functools.cached_property
+    def _distances(self) -> dict[int, int]:
+        """How many stages after each repeated one the stage is that it is compared with.
+
+        The last block may differ. So a block with no like one between it and the last is compared
+        with the one before it.
+        """
+        last = max(number for number in self._numbers if number is not None)
+        found = {}
+        for s in range(self._start, self._stop):
+            own = [self._numbers[i] for i in self._stages[s].leaves]
+            ends = any(n is not None and n + self._model.period >= last for n in own)
+            found[s] = (self._start - self._stop) if ends else (self._stop - self._start)
+        return found
+
+    def _check_stages(self, s: int, by: int) -> None:
+        """Checks that a stage of a repeated block is like the one so many stages after it."""
+        cut, one, other = self._cut, self._stages[s], self._stages[s + by]
+        places = {(x.path, x.index): i for i, x in enumerate(cut.leaves)}
+        groups, period = cut.grouping.group_of, self._model.period * (1 if by > 0 else -1)
+        moved = [self._moved(cut.leaves[i], period) for i in one.leaves]
+        _check(tuple(places.get((x.path, x.index)) for x in moved) == other.leaves)
+        _check(_form(one) == _form(other))
+        names = {".".join(map(str, leaf.block)) for leaf in moved if leaf.block}
+        _check(not names or names == {other.name})
+        for a, b in zip(one.leaves, other.leaves, strict=True):
+            _check(_update(cut.optimizer, groups[a]) == _update(cut.optimizer, groups[b]))
+        for a, b in zip(one.inputs, other.inputs, strict=True):
+            maker, at = self._makers.get(a, (-1, 0))
+            if a == b:
+                _check(maker < self._start)
+            elif a in self._makers:
+                _check(maker >= (self._start - by if by > 0 else self._start))
+                _check(self._makers.get(b) == (maker + by, at))
+            else:
+                _check(self._own.setdefault(a, b) == b and self._are_own(a, b, by))
+
+    def _are_own(self, value: int, other: int, by: int) -> bool:
+        """Whether two values are alike, and each is read by its own block only."""
         values, along = self._cut.program.values, self._cut.program.examples.values
         forms = {(values[i].shape, values[i].dtype, i in along) for i in (value, other)}
-        own, period = range(self._start, self._stop), self._stop - self._start
+        own = range(self._start, self._stop)
         readers = {
             i: [s for s, x in enumerate(self._stages) if i in x.inputs] for i in (value, other)
         }
         return (
             len(forms) == 1
             and all(s in own for s in readers[value])
-            and all(s - period in own for s in readers[other])
+            and all(s - by in own for s in readers[other])
             and {value, other}.isdisjoint([*self._makers, *self._cut.program.outputs])
         )
 
@@ -189,7 +211,7 @@ class _Repeating:
                 return number(value, times if start <= maker < stop else 0)
             if s < start or maker >= start or value in self._own:
                 return number(value, copy)
-            moved = self._stages[s + stop - start].inputs[at]
+            moved = self._stages[s + self._distances[s]].inputs[at]
             # Of the blocks before: for a copy, these are copies, too.
             return number(value) if moved == value or not copy else number(moved, copy - 1)
 

@@ -18,7 +18,7 @@ class FewLayers(NamedTuple):
     Attributes:
         config: The configuration.
         first: Number of the first of these layers.
-        period: Number of these layers, which as many like them follow.
+        period: Number of these layers, before and after which there are others like them.
         times: Number of times that the whole model has them in addition.
     """
 
@@ -41,8 +41,8 @@ def repeated_layers(config: DecoderConfig) -> FewLayers | None:
     """The few layers that all layers repeat; None if there are none or it isn't known.
 
     Example: of 26 layers, every sixth has no window. The first six may differ otherwise, as the
-    first one reads the embedding. So layers 6 to 11 are repeated, 12 to 17 show that they can be,
-    and the last ones end the model: of 20 layers, 6 to 11 are there once more.
+    first one reads the embedding. So layers 6 to 11 are repeated, at least one after them shows
+    that they can be, and the last one ends the model: of 14 layers, 6 to 11 are there twice more.
     """
     # With experts, the loss reads a tally of every layer.
     if config.options is not None or config.experts is not None:
@@ -50,7 +50,7 @@ def repeated_layers(config: DecoderConfig) -> FewLayers | None:
     kinds, number = _kinds(config), config.num_layers
     for period in range(1, number // 4 + 1):
         start = _start_of_period(kinds, period)
-        times = (number - start - 3 * period - 1) // period
+        times = (number - start - 2 * period - 2) // period
         if times > 0:
             few = _with_layers(config, number - times * period)
             return FewLayers(few, start + period, period, times)
