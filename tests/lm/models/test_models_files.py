@@ -36,6 +36,13 @@ def check_same_tensors(ours: Path, theirs: Path) -> None:
         assert found[name].dtype == array.dtype and found[name].tobytes() == array.tobytes(), name
 
 
+@pytest.mark.by_default(
+    *(f"float32-{name}" for name in FAMILIES),
+    *(
+        f"bfloat16-{name}"
+        for name in ("qwen3-moe", "gpt-oss", "nemotron-h", "gemma4", "kimi-linear")
+    ),
+)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.filterwarnings("ignore:Casting complex values")  # of Llama 4's vision tower
