@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import megatrain_jax as mt
 import small
@@ -92,7 +92,8 @@ def test_targets_within_each_other_differ_by_what_was_changed():
 
 def test_the_largest_mesh_is_that_of_any_equation():
     def over(size):
-        mesh, spec = AbstractMesh((size,), ("x",)), PartitionSpec("x")
+        mesh = AbstractMesh((size,), ("x",), axis_types=(AxisType.Auto,))
+        spec = PartitionSpec("x")
         return jax.shard_map(jnp.tanh, mesh=mesh, in_specs=spec, out_specs=spec)
 
     for function, expected in (

@@ -329,7 +329,7 @@ def test_no_more_parts_are_tried_where_the_most_have_too_large_a_function(rows, 
     tried, every = [], [way for way in BLOCK_SPLITS if way.num_parts > 1]
 
     def finer(ways):
-        found = spec_of_blocks(2, rows={2: 320, 8: rows}.get(ways[0].num_parts, 32))
+        found = spec_of_blocks(2, rows={2: 240, 8: rows}.get(ways[0].num_parts, 32))
         tried.append(ways[0])
         left = tuple(every[every.index(ways[0]) + 1 :])
         split = {"num_parts": ways[0].num_parts, "num_groups": ways[0].num_groups}
