@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.state.pool import usable_bytes
 from megatrain_jax._src.lm.cli import main as cli_main
-from megatrain_jax._src.lm.cli import planner
+from megatrain_jax._src.lm.cli import planner, training_recipe
 from megatrain_jax._src.lm.cli.catalogue import config_values, known_model, known_models
 from megatrain_jax._src.lm.cli.errors import with_cli_options
 from megatrain_jax._src.lm.cli.main import main
@@ -268,6 +269,18 @@ def test_a_model_that_cannot_have_adapters_gets_other_advice():
         return settings.clip is None
 
     assert tells(advised(False, True, is_enough), "--clip null")
+
+
+def test_a_run_whose_state_of_all_hosts_one_can_t_hold_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    sizes = {"host_bytes": 80 * 2**30, "host_fixed_bytes": 2**31, "host_process_limit": 30 * 2**30}
+    plan: Any = SimpleNamespace(hardware=None, **sizes)
+    for count, copies, fits in ((1, False, False), (4, "auto", True), (4, True, False)):
+        monkeypatch.setattr(jax, "process_count", lambda count=count: count)
+        settings: Any = SimpleNamespace(state_per_process=copies, device_budget=None)
+        with nullcontext() if fits else refuses(MemoryError, "host memory", "`host_budget`"):
+            training_recipe._check_memory(plan, settings)
 
 
 def test_only_what_helps_is_advised():

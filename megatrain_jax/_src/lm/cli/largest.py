@@ -158,8 +158,9 @@ def _part_of_host(planner: Planner, config: DecoderConfig) -> float:
 
 
 def _most_state_bytes(plan: Plan) -> float:
-    """The host memory of a plan's process without what it needs for itself; infinite if unknown."""
-    return (plan.host_process_limit or math.inf) - (plan.host_fixed_bytes or 0)
+    """The host memory of a plan's processes beside what they need for themselves, or infinity."""
+    each = (plan.host_process_limit or math.inf) - (plan.host_fixed_bytes or 0)
+    return plan.num_processes * each
 
 
 def _largest_model(
@@ -249,10 +250,10 @@ def fits(plan: Plan | None) -> bool:
 
 
 def least_host_bytes(few: Plan, config: DecoderConfig) -> float:
-    """The fewest host bytes of a model's state and its process, from a plan of a few layers."""
+    """The fewest host bytes of a process and its state, from a plan of a few layers."""
     missing = _bytes_of_further_layers(few, config)
     beside = (few.host_process_bytes or 0) - (few.host_pool_bytes or 0)
-    return few.host_bytes + missing / _UNEQUAL + beside
+    return (few.host_bytes + missing / _UNEQUAL) / few.num_processes + beside
 
 
 def _bytes_of_further_layers(few: Plan, config: DecoderConfig) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import optax
 
 import megatrain_jax as mt
@@ -174,7 +175,9 @@ def _check_memory(plan: mt.Plan, settings: TrainingSettings) -> None:
     Raises:
         MemoryError: If state alone exceeds the host, or a given budget the GPU.
     """
-    state, process, most = plan.host_bytes, plan.host_fixed_bytes, plan.host_process_limit
+    process, most = plan.host_fixed_bytes, plan.host_process_limit
+    # Its processes may have hosts of their own.
+    state = plan.host_bytes // (1 if settings.state_per_process is True else jax.process_count())
     if process is not None and most is not None and most < state + process:
         raise MemoryError(
             f"Training needs at least {sized(state + process)} of host memory: {sized(state)} for "
