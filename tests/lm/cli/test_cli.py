@@ -47,14 +47,14 @@ def count(config: dict[str, Any]) -> int:
 
 def test_only_a_process_that_ends_with_its_plan_leaves_its_garbage(monkeypatch):
     monkeypatch.setattr(cli_main, "_run", lambda name, arguments: int(gc.isenabled()))
-    before = gc.get_freeze_count()
-    assert main(["plan"]) == 1 and gc.get_freeze_count() == before
+    before = gc.get_freeze_count()  # it falls when one of these objects is dropped
+    assert main(["plan"]) == 1 and gc.get_freeze_count() <= before
     monkeypatch.setattr(sys, "argv", ["megatrain-jax", "plan"])
     try:
         assert main() == 0 and gc.get_freeze_count() > before
     finally:
-        gc.unfreeze()
         gc.enable()
+        gc.unfreeze()
 
 
 _SIZES = (
