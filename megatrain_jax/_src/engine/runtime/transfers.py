@@ -5,7 +5,8 @@ regardless of direction (seen in profiles of JAX 0.11.2). A copy to the device t
 behind a long copy to the host waits for it, while its own direction of the link is idle. So each
 direction uses only two of the four streams. If a stream's direction has nothing to copy, the stream
 gets a copy of one number in its own direction; one in the opposite direction would delay it just as
-well.
+well. Threads of XLA's take the streams, so turns hold only for most copies: of many that are
+dispatched together, some change places.
 
 Streams 0 and 1 are for copies to the device, 2 and 3 for copies to the host. With stream 1 next, a
 slab to fetch (f) and three to offload (a, b, c), the turns are
