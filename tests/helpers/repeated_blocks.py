@@ -75,6 +75,7 @@ def assert_one_template(program: Program, num_blocks: int = 4) -> None:
     keys = block_keys(program)
     sizes = [(stage.name, len(stage.jaxpr.eqns)) for stage in program.stages]
     assert len(keys) == num_blocks and len(set(keys)) == 1, sizes
+    assert len({id(stage.jaxpr) for stage in program.stages if stage.is_block}) == 1
 
 
 def assert_computes_the_loss(traced: TracedLoss, program: Program, arrays: list[Any]) -> None:

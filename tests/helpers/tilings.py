@@ -35,7 +35,11 @@ def tile_counts(jaxpr, **options) -> tuple[int, ...]:
 
 def check_same(jaxpr, num_tiles, args, whole=None):
     """Checks that tiles give what the whole gives; says whether there are tiles."""
-    division = tiled(jaxpr, num_tiles)
+    flow = flow_of(jaxpr)
+    division, few = tiled(jaxpr, num_tiles, flow=flow), coarsest(jaxpr, flow=flow)
+    if few is not None and num_tiles in few.counts:
+        # Few tiles, divided further, are the tiles that a search for so many finds.
+        assert contents(few.into(num_tiles)) == contents(division)
     if division is None:
         return False
     whole = jax.jit(jaxpr_as_fun(jaxpr))(*args) if whole is None else whole
@@ -43,6 +47,14 @@ def check_same(jaxpr, num_tiles, args, whole=None):
     assert [x.dtype for x in parts] == [x.dtype for x in whole]
     check_close(parts, list(whole), TOLERANCE, "result")
     return True
+
+
+def contents(division):
+    """How a jaxpr is divided, to compare divisions of one flow; None if it isn't."""
+    if division is None:
+        return None
+    loops = [(loop.ops, loop.stored, loop.summed) for loop in loops_of(division)]
+    return division.num_tiles, division.num_rows, division.labels.made, loops
 
 
 def all_divisions(jaxpr, num_tiles):

@@ -293,7 +293,11 @@ class Divisible:
 
     def into(self, num_tiles: int) -> tuple[Kernel, Tiling] | None:
         """The kernel in `num_tiles` tiles; None if it can't be divided so."""
-        found = tiled(self._jaxpr, num_tiles, num_devices=self._num_devices, flow=self._flow)
+        if num_tiles in self.counts:
+            assert self._coarsest is not None
+            found = self._coarsest.into(num_tiles)
+        else:
+            found = tiled(self._jaxpr, num_tiles, num_devices=self._num_devices, flow=self._flow)
         if found is None:
             return None
         consts, out_tree = self._traced.consts, self._traced.out_tree

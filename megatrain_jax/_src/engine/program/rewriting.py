@@ -44,6 +44,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -228,10 +229,17 @@ def is_oversized(jaxpr: Any, num_devices: int = 1) -> bool:
     return are_oversized(attention_shapes(jaxpr), num_devices)
 
 
+# Like stages share their jaxpr, and a plan asks for its shapes hundreds of times.
+_attention_shapes: WeakKeyDictionary[Any, frozenset[tuple[int, ...]]] = WeakKeyDictionary()
+
+
 def attention_shapes(jaxpr: Any) -> frozenset[tuple[int, ...]]:
     """The shapes of queries, keys and values of all attention in a jaxpr, also inside equations."""
+    if (known := _attention_shapes.get(jaxpr)) is not None:
+        return known
     found = filter(is_attention, jx.equations(jaxpr))
-    return frozenset(v.aval.shape for eqn in found for v in eqn.invars[:3])
+    shapes = frozenset(v.aval.shape for eqn in found for v in eqn.invars[:3])
+    return _attention_shapes.setdefault(jaxpr, shapes)
 
 
 def are_oversized(shapes: Iterable[tuple[int, ...]], num_devices: int) -> bool:

@@ -167,7 +167,8 @@ def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
     # anyway when they gather them in one collective. A single microbatch reads and writes a part of
     # a slab once, without a copy, unless a library's kernels read it.
     several = options.microbatches != 1
-    kernels = [k for s in cut.program.stages for k in jx.kernels_of(s.jaxpr)]
+    jaxprs = {id(s.jaxpr): s.jaxpr for s in cut.program.stages}  # like stages share one
+    kernels = [k for jaxpr in jaxprs.values() for k in jx.kernels_of(jaxpr)]
     by_kernels = any(kernel.reads_weights for kernel in kernels)
     found: list[GroupLayout] = []
     known: dict[Hashable, GroupLayout] = {}  # equal blocks are laid out once

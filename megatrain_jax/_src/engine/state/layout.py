@@ -33,6 +33,7 @@ stage 0 doesn't fetch the norm.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from itertools import accumulate, groupby, islice
@@ -115,7 +116,7 @@ class Layout:
         """Bytes of the slab as stored and sent, over all shards."""
         return sum(aval.size * aval.dtype.itemsize for aval in self.at_rest)
 
-    @property
+    @functools.cached_property
     def at_rest(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of the arrays that store a slab."""
         return tuple(
@@ -504,7 +505,7 @@ class MixedLayout:
         """Bytes of all slabs at rest."""
         return sum(layout.num_bytes for layout in self.layouts)
 
-    @property
+    @functools.cached_property
     def at_rest(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of the arrays at rest, slab by slab."""
         return tuple(aval for layout in self.layouts for aval in layout.at_rest)

@@ -217,6 +217,8 @@ class _Builder:
         self.lifted: dict[Any, Any] = {}  # stand-in → the literal or constant that is its value
         self.fixed: dict[Hashable, Any] = {}  # key of a literal or constant → its stand-in
         self.aliases: dict[Any, Any] = {}  # stand-in → the variable that is its value
+        # Like stages share their jaxpr and the values of its constants: by key.
+        self.templates: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
         self.home = self._data_homes()
 
     def id(self, var) -> int:
@@ -459,11 +461,13 @@ class _Body:
         # Whether the loss may be differentiated by each operand.
         stood_for = [builder.aliases.get(v, v) for v in (*leaves, *inputs)]
         perturbed = [v in builder.flow.trainable and jx.is_float(v.aval) for v in stood_for]
+        key = structural_key(jaxpr, values, perturbed) if builder.alike else self
+        jaxpr, values = builder.templates.setdefault(key, (jaxpr, values))
         return Stage(
             name=stretch.name,
             jaxpr=jaxpr,
             consts=values,
-            key=structural_key(jaxpr, values, perturbed) if builder.alike else self,
+            key=key,
             leaves=tuple(number[v] for v in leaves),
             is_trainable=tuple(builder.flow.leaves[number[v]].is_trainable for v in leaves),
             inputs=tuple(builder.id(v) for v in inputs),

@@ -12,7 +12,6 @@ advances once. Only keys and counters for random numbers advance with each micro
 """
 
 import dataclasses
-import functools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -143,7 +142,7 @@ class Stage:
         """Whether the loss depends on it, and on something trainable in it or before it."""
         return any(self.has_cotangent)
 
-    @functools.cached_property
+    @property
     def attention_shapes(self) -> frozenset[tuple[int, ...]]:
         """The shapes of its queries, keys and values, if fused kernels compute its attention."""
         return attention_shapes(self.jaxpr)

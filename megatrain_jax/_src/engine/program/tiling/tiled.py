@@ -39,6 +39,7 @@ Example: tile i of 4 for `y = iota(0..7) + x`, x f32[8]::
 """
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -333,6 +334,35 @@ class Tiled:
     def expected_bytes(self, num_tiles: int) -> int:
         """Roughly the peak bytes of another number of tiles, if it is divided in the same way."""
         return peak_bytes(self.flow, self.steps, num_tiles)
+
+    def into(self, num_tiles: int) -> "Tiled | None":
+        """The same division into one of `counts`; None if less than a tenth would be saved."""
+        if self.expected_bytes(num_tiles) >= _WORTH * self.flow.whole_bytes:
+            return None
+
+        def smaller(label: axes.Label) -> axes.Label:
+            inner = label.inner * self.num_tiles // num_tiles
+            return dataclasses.replace(label, inner=inner)
+
+        @functools.cache
+        def divided(way: axes.Division) -> axes.Division:
+            operands, results = (
+                tuple(label and smaller(label) for label in row)
+                for row in (way.operands, way.results)
+            )
+            return dataclasses.replace(way, operands=operands, results=results)
+
+        def step(step: TileLoop | Operation) -> TileLoop | Operation:
+            if isinstance(step, Operation):
+                return step
+            return dataclasses.replace(step, ops=tuple((op, divided(way)) for op, way in step.ops))
+
+        labels = Labels(
+            divisions={n: divided(way) for n, way in self.labels.divisions.items()},
+            made={v: smaller(label) for v, label in self.labels.made.items()},
+        )
+        steps = tuple(map(step, self.steps))
+        return dataclasses.replace(self, num_tiles=num_tiles, labels=labels, steps=steps)
 
     def __call__(self, *args: Any) -> list[Any]:
         """Computes the jaxpr's results from its flat arguments; traceable."""
