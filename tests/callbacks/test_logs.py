@@ -52,6 +52,15 @@ def test_a_jsonl_log_is_the_history(tmp_path: Path):
     assert found[0] == result.history[0] and found[2] == result.history[2]
 
 
+def test_files_of_a_run_may_lie_in_the_home_folder(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    logs = [callbacks.CSVLog("~/a.csv"), callbacks.JSONLog(Path("~/b.jsonl"))]
+    small.fit(None, 1, callbacks=logs).history.save("~/c.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert {path.name for path in tmp_path.glob("home/*.*")} == {"a.csv", "b.jsonl", "c.json"}
+
+
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_signal_waits_until_a_record_is_written_and_a_second_one_does_not(
     signals: int, tmp_path: Path

@@ -294,7 +294,7 @@ def ascending(name: str, value: Any) -> tuple[int, ...]:
 
 
 def path(name: str, value: Any, other: str = "") -> str:
-    """Returns the path of a file or folder as a string.
+    """Returns the path of a file or folder as a string, with the home folder in place of a `~`.
 
     Args:
         name: The argument.
@@ -311,7 +311,7 @@ def path(name: str, value: Any, other: str = "") -> str:
         raise TypeError(refused(name, allowed, value))
     if not text or "\0" in text:
         raise ValueError(refused(name, f"{allowed}, not empty and without null characters", value))
-    return text
+    return os.path.expanduser(text)
 
 
 def can_be_called(function: Callable[..., Any], num_arguments: int) -> bool:

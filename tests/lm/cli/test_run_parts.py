@@ -15,7 +15,7 @@ from flax import nnx
 import megatrain_jax as mt
 from chats import tokenizer
 from megatrain_jax import callbacks, data, models
-from megatrain_jax._src.lm.cli import grpo_command, reference, training_recipe
+from megatrain_jax._src.lm.cli import chat, finetune, grpo_command, reference, training_recipe
 from megatrain_jax._src.lm.cli.finetune import (
     chat_template,
     check_new_rows,
@@ -158,6 +158,24 @@ def test_a_chat_template_may_be_in_a_file(tmp_path):
     (tmp_path / "a.jinja").write_text("{{ messages }}")
     assert chat_template(str(tmp_path / "a.jinja")) == "{{ messages }}"
     assert chat_template("{{ a }}") == "{{ a }}" and chat_template("named") == "named"
+
+
+def test_new_tokens_are_listed_or_the_lines_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "new.txt").write_text("<a>\n\n<b c>\n")
+    (tmp_path / "empty.txt").write_text("\n\n")
+    for given in ("~/new.txt", str(tmp_path / "new.txt"), ["<a>", "<b c>"]):
+        assert finetune._tokens(given) == ["<a>", "<b c>"]
+    assert finetune._tokens("<a>") == ["<a>"]
+    with refuses(ValueError, "`new_tokens`", "empty.txt"):
+        finetune._tokens("~/empty.txt")
+
+
+def test_a_folder_in_the_home_folder_is_a_video(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "frames").mkdir()
+    for given, kind in (("~/frames", "video"), ("~/a.mp4", "video"), ("~/a.png", "image")):
+        assert chat._part(given) == {"type": kind, kind: given}
 
 
 def test_one_of_the_trained_parameters_has_to_be_the_embeddings():

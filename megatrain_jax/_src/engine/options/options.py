@@ -666,7 +666,7 @@ def _disk_dir(value: Any) -> tuple[str, ...] | None:
     for path in paths:
         if "://" in path:
             raise ValueError(f"`disk_dir`={path!r} is a URL: give a folder of a drive of this host")
-    return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
+    return tuple(os.path.abspath(path) for path in paths)
 
 
 def _or_auto(name: str, value: Any, check: Callable[..., Any]) -> Any:

@@ -99,8 +99,8 @@ def run(settings: ChatSettings) -> int:
 
 def _part(path: str) -> dict[str, Any]:
     """The part of a message for an image or a video; the error of a video's file says more."""
-    is_video = Path(path).is_dir() or str(mimetypes.guess_type(path)[0]).startswith("video/")
-    kind = "video" if is_video else "image"
+    is_folder, named = Path(path).expanduser().is_dir(), str(mimetypes.guess_type(path)[0])
+    kind = "video" if is_folder or named.startswith("video/") else "image"
     return {"type": kind, kind: path}
 
 

@@ -42,7 +42,7 @@ def existing_folder(name: str, given: Any, holds: str) -> Path:
         TypeError: If it is not a path.
         FileNotFoundError: If there is no such folder.
     """
-    path = Path(checks.path(name, given)).expanduser()
+    path = Path(checks.path(name, given))
     if path.is_dir():
         return path
     what = f"{path} is a file" if path.is_file() else f"there is no folder {path}"

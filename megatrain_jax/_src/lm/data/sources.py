@@ -180,7 +180,7 @@ def _downloaded(given: str, found: HubRows) -> GivenRows:
 
 def find_files(given: Any, texts: bool) -> list[str]:
     """The files of data that a path, a folder or a pattern names; see `resolve`."""
-    path = os.path.expanduser(checks.path("source", given))
+    path = checks.path("source", given)
     if os.path.isdir(path):
         files = [file for file in Path(path).rglob("*") if _is_data(file, path, texts)]
         if not files:

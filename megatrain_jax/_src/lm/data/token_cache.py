@@ -175,7 +175,7 @@ def open_cache(
     """
     if cache is None:
         return None
-    folder = Path(checks.path("cache", cache)).expanduser()
+    folder = Path(checks.path("cache", cache))
     sources = [_identity(part) for part in parts]
     if None in sources:
         return None

@@ -76,7 +76,7 @@ def new_folder(folder: str | PathLike[str], *, overwrite: bool) -> Path:
         TypeError: If it is not a path, or `overwrite` is not a Boolean.
         FileExistsError: If it is not empty; with `overwrite`, if it is not an unchanged export.
     """
-    path = Path(checks.path("folder", folder)).expanduser()
+    path = Path(checks.path("folder", folder))
     overwrite = checks.boolean("overwrite", overwrite)
     is_empty = path.is_dir() and not any(path.iterdir())
     if not os.path.lexists(path) or (is_empty and not path.is_symlink()):

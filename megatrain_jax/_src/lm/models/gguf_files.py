@@ -98,7 +98,7 @@ def gguf_file(given: str | PathLike[str]) -> Path | None:
         TypeError: If it is not a path.
         ValueError: If a folder has several.
     """
-    path = Path(checks.path("folder", given)).expanduser()
+    path = Path(checks.path("folder", given))
     if not path.is_dir():
         return path if is_gguf(path) else None
     files = [] if (path / "config.json").exists() else sorted(path.glob("*.[gG][gG][uU][fF]"))
@@ -167,11 +167,11 @@ def _metadata_reader(gguf: Any) -> type[Any]:
             return at - orig_offs, [], [], [kinds.ARRAY]
 
         def _get(self, offset: int, dtype: Any, count: Any = 1, *args: Any, **named: Any) -> Any:
-            found = super()._get(offset, dtype, count, *args, **named)
             self.num_values += 1
-            if len(found) < count or self.num_values > _MOST_VALUES:
+            end = int(offset) + int(count) * np.dtype(dtype).itemsize
+            if end > len(self.data) or self.num_values > _MOST_VALUES:
                 raise ValueError("it is cut off, or has too many values")
-            return found
+            return super()._get(offset, dtype, count, *args, **named)
 
     return Reader
 
