@@ -327,8 +327,9 @@ def test_a_checkpoint_is_complete_though_a_process_is_lost_that_has_written_its_
     assert finished == [{"step": 2}] * is_whole and (saving._error is None) == is_whole
 
 
+@pytest.mark.parametrize("own", [None, OSError("cut off")])
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_end_of_a_checkpoint_is_asked_for_once(count, tmp_path):
+def test_the_end_of_a_checkpoint_is_asked_for_and_told_once(count, own, tmp_path):
     asked, saving = [], object.__new__(Saving)
     gather = lambda where, words: asked.append(words) or [words, "OSError: full"]  # noqa: E731
     made: Any = saving
@@ -338,11 +339,14 @@ def test_the_end_of_a_checkpoint_is_asked_for_once(count, tmp_path):
     made._processes = SimpleNamespace(count=count, gather=gather, unreachable=None)
     made._num_parts = count
     made._thread = SimpleNamespace(is_alive=lambda: False)
-    made.path, made._error = tmp_path, None
+    made.path, made._error = tmp_path, own
     for _ in range(2):
         saving.join()
-    assert asked == [None] * (count - 1)
-    assert tells(str(saving._error), "process 1", "full") == (count == 2)
+    assert asked == [own and "OSError: cut off"] * (count - 1)
+    if own is not None or count == 1:
+        assert saving._error is own
+    else:
+        assert tells(str(saving._error), "process 1", "full")
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,10 @@ def test_trained_factors_elsewhere_are_in_float8():
 
 @pytest.mark.usefixtures("traced_once")
 def test_a_pattern_without_a_product_beside_one_with_some_is_named():
-    case = case_of(ruled_head, head=HEAD[::-1])
+    def loss_fn(model, batch):
+        return ruled_head(model, batch) + model["tail"].sum()  # a parameter of no product, the last
+
+    case = case_of(loss_fn, head=HEAD[::-1], tail=(8,))
     given = case.build(), case.loss_fn, OPTIMIZERS["adam"](None), case.batch(0)
 
     def warnings(products: Any) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cut_cases import cut_case
 from megatrain_jax._src.engine.program.loss.stages import Program
+from megatrain_jax._src.engine.program.structural_key import structural_key
 from repeated_blocks import (
     DIM,
     TIME,
@@ -297,6 +298,21 @@ def test_rules_that_differ_are_two_templates():
     program = cut_forward(with_rules([rule_of(1.0), rule_of(2.0)] * 2))[1]
     keys = block_keys(program)
     assert keys[0] is keys[2] and keys[1] is keys[3] and keys[0] is not keys[1]
+
+
+@pytest.mark.parametrize(
+    "rule", [rule_of(1.0), lambda x, angle: jnp.tanh(x * angle)], ids=["rule", "none"]
+)
+def test_constants_are_compared_with_rules_and_without(rule):
+    def scaled(scale, x, angle):
+        return scale * rule(x, angle)
+
+    jaxpr = jax.make_jaxpr(scaled)(*[jnp.ones(3)] * 3).jaxpr
+    one, other, equal = (
+        structural_key(jaxpr, [np.array(values, np.float32)], [True, False])
+        for values in ([1, 2, 3], [1, 2, 4], [1, 2, 3])
+    )
+    assert one is equal and one is not other
 
 
 def test_a_rule_that_allows_no_derivative_is_no_template():

@@ -229,6 +229,19 @@ def test_bits_of_one_tile_are_those_of_its_elements(dtype, shape):
     assert numbers.max() >= 2**32
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
+def test_bits_of_all_tiles_are_those_of_the_whole_array(dtype):
+    with jax.enable_x64(True):
+        key = jax.random.key(7)
+        (eqn,) = jax.make_jaxpr(lambda key: jax.random.bits(key, (2, 4), dtype))(key).eqns
+        while eqn.primitive.name != "random_bits":
+            (eqn,) = jx.opened(eqn.params["jaxpr"]).eqns
+        tiles = [tile_of_bits(eqn, Label(1, 1, 2), tile, 2, key) for tile in range(2)]
+        whole = jax.random.bits(key, (2, 4), dtype)
+        np.testing.assert_array_equal(jnp.concatenate(tiles, axis=1), whole)
+        assert tiles[0].dtype == whole.dtype
+
+
 def test_products_of_words_have_all_64_bits():
     rng = np.random.default_rng(0)
     numbers = np.append(rng.integers(0, 2**32, 1000), [0, 1, 2**16 - 1, 2**16, 2**32 - 1])

@@ -302,6 +302,9 @@ def test_a_history_is_a_table():
     assert history[:2] == [history[0], history[1]] and mt.History()["loss"] == []
     with refuses(KeyError, "'los'", "step", "mean `loss`"):
         history["los"]
+    records = [{"step": 0, "loss": 0.0, "skipped": False}, {"step": 1, "texts": []}]
+    zeros = repr(mt.History(records)).splitlines()
+    assert [line.split() for line in zeros[1:]] == [["0", "0", "False"], ["1", "0", "of", "them"]]
     assert repr(mt.History()) == "History([])"
     assert in_plain_text(mt.History()) == {"text/plain": "History([])"}
 

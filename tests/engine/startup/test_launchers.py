@@ -313,6 +313,35 @@ def test_jax_gets_what_the_launcher_tells(bare):
     assert given == (None, None, None) and "cluster_detection_method" not in options
 
 
+@pytest.mark.parametrize("index", range(2))
+@pytest.mark.parametrize("progress", [True, False])
+@pytest.mark.parametrize(("name", "reached"), [("node0", "10.77.0.1"), ("[fd00::1]", None)])
+def test_the_first_of_several_processes_says_who_is_there(
+    index, progress, name, reached, bare, capsys
+):
+    taken: list[Any] = []
+    asked: list[Any] = []
+
+    def connects(*_: Any, **__: Any) -> None:
+        bare.setattr(jax.distributed, "is_initialized", lambda: True)
+
+    def reached_at(places: Any, *given: Any) -> str | None:
+        asked.append(given)
+        return reached
+
+    bare.setattr(jax.distributed, "initialize", connects)
+    bare.setattr(jax, "process_count", lambda: 2)
+    bare.setattr(jax, "process_index", lambda: index)
+    bare.setattr(distributed, "explain_aborts", lambda words: None)
+    bare.setattr(distributed, "CoordinationService", object)
+    bare.setattr(distributed.gloo, "reached_at", reached_at)
+    bare.setattr(distributed.gloo, "take", taken.append)
+    bare.setattr(distributed, "summary", lambda: "2 processes on one host")
+    assert mt.distributed.initialize(f"{name}:1234", 2, index, progress=progress)
+    assert bool(capsys.readouterr().out) == (progress and index == 0)
+    assert asked == [(2, index, name.strip("[]"))] and taken == ([reached] if reached else [])
+
+
 def test_a_connected_process_stays_so(bare):
     bare.setattr(jax.distributed, "is_initialized", lambda: True)
     bare.setattr(jax, "process_count", lambda: 2)

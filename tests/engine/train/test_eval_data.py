@@ -153,6 +153,31 @@ def test_an_evaluation_is_bound_before_the_first_step_if_it_may_not_fit(
     assert order == expected
 
 
+def test_the_metrics_of_an_evaluation_are_known_before_it(monkeypatch):
+    """Also where it is scheduled at once, because the batch is larger than those of training."""
+    real, bound = RunSpec.bound_step, []
+
+    def bound_step(self: RunSpec, *args: Any, **options: Any) -> Any:
+        bound.append(options.get("averages", False))
+        return real(self, *args, **options)
+
+    def with_metric(model, batch):
+        loss = loss_fn(model, batch)
+        return loss, {"twice": 2 * loss}
+
+    trainer = mt.Trainer(
+        build, with_metric, optax.sgd(0.1), make_batch(0), ema_decay=0.5, progress=False
+    )
+    monkeypatch.setattr(RunSpec, "bound_step", bound_step)
+    for rows in (4, 8):
+        for params in ("trained", "ema"):
+            batch = make_batch(7, rows)
+            found = trainer.check_eval_batch(batch, params=params)
+            assert bound == ([params == "ema"] if rows > 4 else [])
+            assert sorted(found) == sorted(trainer.evaluate([batch], params=params))
+            bound.clear()
+
+
 def test_evaluation_data_that_exceed_the_budget_are_told_before_the_first_step():
     case, adam = CASES["nnx_tied"], OPTIMIZERS["adam"]
     least = make_spec(case, adam).first.schedule.smallest_bytes

@@ -455,8 +455,9 @@ def test_a_batch_of_graphs_has_no_number_of_examples():
     means = weighted_means(rows, [None, None])
     assert means["loss"] == pytest.approx((12 * 1 + 15 * 4) / 27)
     bare = [{"loss": row["loss"]} for row in rows]
-    with pytest.raises(ValueError, match="weight"):
-        weighted_means(bare, [None, None])
+    for sizes in ([None, None], [1, None], [None, 3]):
+        with pytest.raises(ValueError, match="weight"):
+            weighted_means(bare, sizes)
     assert weighted_means(bare, [1, 3])["loss"] == pytest.approx((1 + 3 * 4) / 4)
 
 

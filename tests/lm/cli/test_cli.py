@@ -248,6 +248,13 @@ def test_warnings_advise_options_of_the_command(tiny, capsys):
     ]
 
 
+@pytest.mark.parametrize("number", [1, 4, "auto"])
+def test_a_planned_batch_is_named_with_microbatches_that_are_asked_for(number):
+    words = PlanSettings(gpu="H100", tokens=4096, length=512, microbatches=number).batch
+    assert tells(words, 8, 512) and tells(words, "4 microbatches") == (number == 4)
+    assert "auto" not in words
+
+
 def advised(fits_host: bool | None, fits_device: bool, enough: Any, **settings: Any) -> str:
     """The advice for a run that fits with the settings that a function accepts."""
     given = PlanSettings(**settings)

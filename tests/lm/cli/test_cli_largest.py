@@ -1,5 +1,6 @@
 """The largest batch, context and model of `megatrain-jax plan`."""
 
+import itertools
 import json
 import math
 import random
@@ -13,7 +14,7 @@ from megatrain_jax import models
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.spec.host import COMMUNICATION_BYTES
-from megatrain_jax._src.lm.cli import planner
+from megatrain_jax._src.lm.cli import plan_command, planner
 from megatrain_jax._src.lm.cli.catalogue import KnownModel, known_models
 from megatrain_jax._src.lm.cli.few_layers import repeated_layers, with_few_layers
 from megatrain_jax._src.lm.cli.largest import (
@@ -404,6 +405,29 @@ def test_few_plans_tell_the_largest_known_model(monkeypatch):
             # Beside the state, a single host has old versions of layers that are being updated.
             moving = 2 * layer if planner.settings.hosts == 1 else 0
             assert 4 * (size + moving) <= 1.02 * host, "a plan that can't fit"
+
+
+@pytest.mark.parametrize("name", [None, "Llama-3.2-1B"])
+def test_of_each_kind_of_size_the_largest_is_printed_or_advice_if_there_is_none(
+    name, monkeypatch, capsys
+):
+    """The command fails if none fits of the model that it is asked for, though another one may."""
+    kinds = ("model",) if name is None else ("batch", "context", "model")
+    asked = kinds[:2] if name else kinds
+    monkeypatch.setattr(plan_command, "_advise_smallest", lambda planner: "take fewer rows")
+    for fit in itertools.product([False, True], repeat=len(kinds)):
+        sizes = {kind: f"{kind} of size 7" for kind, yes in zip(kinds, fit, strict=True) if yes}
+        monkeypatch.setattr(
+            plan_command, "largest_size", lambda planner, kind, *_, sizes=sizes: sizes.get(kind)
+        )
+        options = ["plan", *([name] if name else []), "--gpu", "RTX3080", "--host", "8GiB"]
+        fails = main([*options, "--length", "256"])
+        lines = capsys.readouterr().out.splitlines()[2:]
+        assert lines[: len(sizes)] == list(sizes.values()), "in the order of the kinds"
+        assert fails == (not any(kind in sizes for kind in asked))
+        assert len(lines) == len(sizes) + fails and ("fewer rows" in lines[-1]) == fails
+        if name and fails and sizes:
+            assert name in lines[-1]
 
 
 @pytest.mark.exhaustive

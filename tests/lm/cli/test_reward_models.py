@@ -69,8 +69,17 @@ def test_a_language_model_becomes_a_scorer_that_transformers_loads(name, num_lab
         there = torch.tensor(segments > 0)
         expected = theirs.eval()(torch.tensor(tokens).long(), attention_mask=there).logits
     np.testing.assert_allclose(ours, expected, rtol=2e-5, atol=2e-6)
+    # In one row, the conversation of padding tokens comes after another one.
+    if num_labels == 3:
+        tokens, numbers = tokens[:1], np.repeat([[1, 2]], [6, 4], axis=1)
+        at = np.append(np.arange(6), np.arange(4))[None]
+        packed = {"tokens": tokens, "segments": numbers, "positions": at}
+        found = models.conversation_scores(model, packed, segments=2)[0].reshape(2, num_labels)
+        np.testing.assert_allclose(found, ours[jnp.array([0, 2])], rtol=2e-5, atol=2e-6)
     # The model itself gives the score at every token: of the last one, the conversation's.
-    np.testing.assert_allclose(model(tokens[1:2, :9])[0, -1], ours[1], rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(
+        model(batch["tokens"][1:2, :9])[0, -1], ours[1], rtol=2e-5, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("num_labels", [2, 3])  # config.json leaves two labels out

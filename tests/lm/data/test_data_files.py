@@ -138,9 +138,14 @@ def test_forms_in_detail():
 # Rows that can't be used
 
 FAULTS: dict[str, tuple[Any, str]] = {
-    "unknown fields": ({"prompt": "a", "answer": "b"}, "unknown .*prompt, answer"),
+    "unknown fields": ({"prompt": "a", "answer": "b"}, "unknown .*prompt, answer.*`columns="),
     "no fields": ({}, "unknown .*none"),
     "plain text": ({"text": "a"}, "unknown .*`data.text`"),
+    "a pair": ({"chosen": "a", "rejected": "b"}, "unknown .*`data.preferences`"),
+    "a pair with its prompt": (
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        "unknown .*`data.preferences`",
+    ),
     "no output": ({"instruction": "a"}, "instruction .*`output`"),
     "an array": ("[1, 2]", "object.*list"),
     "not json": ('{"messages": [', "JSON.*column"),

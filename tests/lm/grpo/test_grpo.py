@@ -174,9 +174,17 @@ def test_functions_are_called_by_the_kinds_of_their_arguments():
     async def later(completions):
         return [float(len(text)) for text in completions]
 
-    rewards = Rewards([by_place, mixed, later])
+    def with_rest(completions, *rest):
+        assert not rest
+        return [float(len(text)) for text in completions]
+
+    def with_any(*rest, **more):
+        assert not rest and more == columns
+        return more["n"]
+
+    rewards = Rewards([by_place, mixed, later, with_rest, with_any])
     rewards.check_columns(["n"])
-    np.testing.assert_array_equal(rewards(**columns).T, [[7, 6], [3, 4], [2, 1]])
+    np.testing.assert_array_equal(rewards(**columns).T, [[7, 6], [3, 4], [2, 1], [2, 1], [3, 4]])
     assert columns == given
     with refuses(TypeError, "by_place", "n"):
         rewards.check_columns([])

@@ -1,6 +1,8 @@
 """Adapters: exact beside merged matrices, small in a plan, and those of PEFT to its own numbers."""
 
 import dataclasses
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from megatrain_jax import models
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.kernels import steps as step_kernels
 from megatrain_jax._src.lm.models.generation.caches import _matrix_of
-from megatrain_jax._src.lm.models.lora import adapted_modules, merged_matrix
+from megatrain_jax._src.lm.models.lora import Matrix, adapted_modules, merged_matrix
 from messages import refuses
 from optimizers import EPS
 from oracle import train_plain
@@ -149,6 +151,19 @@ def test_training_agrees_with_plain_jax_and_only_adapters_have_state():
 
 def leaves_of(model):
     return [(p, v[...]) for p, v in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+
+
+@pytest.mark.parametrize("out_first", [False, True])
+def test_the_axes_of_each_side_of_a_matrix_are_flattened(out_first):
+    for num_in, num_out in itertools.product((1, 2), repeat=2):
+        into, out = (2, 3)[:num_in], (5, 7)[:num_out]
+        rows = np.arange(math.prod((*out, *into))).reshape(math.prod(out), math.prod(into))
+        shape = (*out, *into) if out_first else (*into, *out)
+        matrix = Matrix(name="kernel", num_in=num_in, num_out=num_out, out_first=out_first)
+        weight = (rows if out_first else rows.T).reshape(shape)
+        np.testing.assert_array_equal(matrix.rows(weight), rows)
+        a, b = matrix.shapes((6, *shape), 4)
+        assert (a, b) == ((6, 4, rows.shape[1]), (6, rows.shape[0], 4)), "of a stack of six"
 
 
 def test_rows_of_zeros_have_finite_gradients_in_dora():

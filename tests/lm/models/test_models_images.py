@@ -710,6 +710,25 @@ def test_a_published_checkpoint_has_as_many_parameters(family, count):
     assert sum(sizes) == count
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "internvl", "llama4", "qwen3-vl"])
+def test_a_planned_batch_has_the_arrays_of_a_real_one_with_as_many_images_as_fit(kind):
+    real, length = batch(kind=kind), 600
+    vision = models.DecoderConfig.from_hf(make_config(kind).to_dict(), images=True).vision
+    assert vision is not None
+    planned = vision.batch_shapes(2, length)
+    assert planned.keys() == {name for name in IMAGE_ARRAYS if name in real}
+    for name, shape in planned.items():
+        assert shape.dtype == real[name].dtype and shape.ndim == real[name].ndim
+        assert (shape.shape[0], shape.shape[-1]) == (2, real[name].shape[-1])
+    patches, of_real = (vision.num_patches(x["pixel_values"].shape[1:]) for x in (planned, real))
+    vectors = patches / (4 if is_sized(kind) else of_real / (MOST * VECTORS))
+    if kind == "qwen3-vl":
+        assert vectors == length
+    else:  # four tokens of text around each image
+        images = planned["pixel_values"].shape[1]
+        assert images <= length / (vectors / images + 4) < images + 1
+
+
 def test_checkpoints_without_a_vision_part_are_refused():
     with refuses(ValueError, "gemma4", "`vision_config`"):
         values = make_config("gemma4").to_dict() | {"vision_config": None}

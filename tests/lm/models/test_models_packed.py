@@ -166,8 +166,11 @@ def test_packed_weights_without_shape_zeros_or_known_bits_are_refused(tmp_path):
         opened(tmp_path, without("_shape"), about)
     with refuses(ValueError, f"{NAME}.weight", "zero points"):
         opened(tmp_path, without("_zero_point"), about)
-    # One word holds eight codes of either 3 or 4 bits.
     groups = about["config_groups"]
+    symmetric = {"weights": groups["group_0"]["weights"] | {"symmetric": True}}
+    for several in ({"a": groups["group_0"], "b": symmetric}, {"a": symmetric}):
+        opened(tmp_path, without("_zero_point"), about | {"config_groups": several})
+    # One word holds eight codes of either 3 or 4 bits.
     several = {
         "a": groups["group_0"],
         "b": {"weights": groups["group_0"]["weights"] | {"num_bits": 3}},
