@@ -246,6 +246,39 @@ def test_groups_of_a_mixture_give_the_bits_of_all_experts(num, at_once, monkeypa
     assert all(np.any(np.asarray(a) != 0) for a in jax.tree.leaves(whole))
 
 
+def test_all_groups_share_their_traces():
+    calls = []
+
+    def act(x):
+        calls.append(x)
+        return jax.nn.silu(x)
+
+    def num_calls(function, *args):
+        calls.clear()
+        jax.make_jaxpr(jax.grad(function))(*args)
+        return len(calls)
+
+    x, weights = jnp.ones((6, 8)), (jnp.ones((4, 8, 8)),) * 3
+
+    def mixed(x, wanted):
+        expert = gated(lambda x: act(x))
+        with traced_for(expert_groups=wanted):
+            return mix(x, jnp.zeros((6, 1), jnp.int32), jnp.ones((6, 1)), weights, expert).sum()
+
+    assert num_calls(partial(mixed, wanted=2), x) == num_calls(partial(mixed, wanted=4), x)
+
+    # A cut loss calls the rule itself: its jit is opened.
+    def of_groups(rows, count):
+        given = rows, rows[..., 0], weights, jnp.zeros((1, 1), jnp.int32)
+        expert = gated(lambda x: act(x))
+        return sum(expert_blocks._of_group(expert, 2, *given).sum() for _ in range(count))
+
+    rows = jnp.ones((1, 1, 6, 8))
+    assert num_calls(partial(of_groups, count=1), rows) == num_calls(
+        partial(of_groups, count=3), rows
+    )
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("compact", [False, True])
 def test_a_checkpoint_is_restored_by_runs_that_divide_experts_otherwise(

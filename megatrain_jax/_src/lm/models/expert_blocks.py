@@ -213,11 +213,17 @@ def _of_group(
 
 
 def _of_group_forward(expert, num_groups, rows, rows_shares, weights, experts):
-    out = _of_group(expert, num_groups, rows, rows_shares, weights, experts)
+    out = _of_group_once(expert, num_groups, rows, rows_shares, weights, experts)
     return out, (rows, rows_shares, weights, experts)
 
 
 def _of_group_backward(expert, num_groups, saved, cotangents):
+    gradients = _gradients_of_group(expert, num_groups, saved, cotangents)
+    return *gradients, float0_cotangents(saved[-1])
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _gradients_of_group(expert, num_groups, saved, cotangents):
     rows, rows_shares, weights, experts = saved
     own, numbers = _own(weights, experts)
     blocks = vmapped_expert(expert)
@@ -238,10 +244,11 @@ def _of_group_backward(expert, num_groups, saved, cotangents):
     start = sums, jnp.zeros_like(rows), jnp.zeros(rows.shape[:3], jnp.float32)
     sums, drows, dshares = _in_turns(own, num_groups, turn, start)
     dweights = jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
-    return drows, dshares.astype(rows_shares.dtype), dweights, float0_cotangents(experts)
+    return drows, dshares.astype(rows_shares.dtype), dweights
 
 
 _of_group.defvjp(_of_group_forward, _of_group_backward)
+_of_group_once = jax.jit(_of_group, static_argnums=(0, 1))  # traced once for all groups and layers
 
 
 def _own(weights: Weights, experts: Numbers) -> tuple[Owned, Numbers]:
@@ -348,7 +355,7 @@ def mix(x: Tokens, chosen: Chosen, shares: Shares, weights: Weights, expert: Exp
                 weights,
             )
             given = rows, rows_shares, own, places.experts - start
-            of_group: Any = _of_group(expert, num_groups, *given)
+            of_group: Any = _of_group_once(expert, num_groups, *given)
             # Each row belongs to one group, and is zero in all remaining groups.
             out = of_group if out is None else out + of_group
         return _weighted(x.dtype, out, shares, places)
