@@ -83,8 +83,14 @@ def losses(trainer: mt.Trainer, seeds: Any) -> list[float]:
 
 def digest(trainer: mt.Trainer) -> list[Any]:
     """Every bit of the state, in short."""
-    leaves = jax.tree.leaves([trainer.params, trainer.opt_state])
-    return [int(np.frombuffer(np.asarray(x).tobytes(), np.uint8).sum()) for x in leaves]
+    return bits([trainer.params, trainer.opt_state])
+
+
+def bits(tree: Any) -> list[int]:
+    """Every bit of each array of a tree, in short; converts one after the other."""
+    return [
+        int(np.frombuffer(np.asarray(x).tobytes(), np.uint8).sum()) for x in jax.tree.leaves(tree)
+    ]
 
 
 class Counted:
@@ -179,7 +185,10 @@ def full_disk(run: mt.Trainer, path: Path) -> list[str]:
 
 
 def on_disks(folder: Path) -> dict[str, Any]:
-    """Losses and bits of a run in memory, and of one with all state and inputs on disks."""
+    """Losses and bits of a run in memory, and of one with all state and inputs on disks.
+
+    The parameters' bits come once more, read one by one.
+    """
     found: dict[str, Any] = {}
     for name, folders in {"memory": None, "disks": [folder / "disk 0", folder / "disk 1"]}.items():
         with state_on_disk() if folders else nullcontext():
@@ -190,7 +199,7 @@ def on_disks(folder: Path) -> dict[str, Any]:
                 disk_dir=folders,
                 progress=False,
             )
-        found[name] = [losses(run, range(3)), digest(run)]
+        found[name] = [losses(run, range(3)), digest(run), bits(run.unread_model())]
         if folders:
             found["kinds"] = sorted({key.kind.name for key in spec_of(run).on_disk})
     return found

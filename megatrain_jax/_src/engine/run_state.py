@@ -252,12 +252,10 @@ class RunState:
 
     def unread_model(self, params: WhichParams) -> Any:
         """The user's kind of model; see `Trainer.unread_model`."""
-        if self.store.placement.num_processes > 1:  # which can only read together
-            return self.model(params)
         self.flush()
         spec, store = self.spec, self._store(params)
         leaves = [
-            [store.leaf(Key(Kind.MASTERS, g), position) for position in range(len(rows))]
+            store.unread(Key(Kind.MASTERS, g), len(rows))
             for g, rows in enumerate(spec.grouping.leaves)
         ]
         arrays = [

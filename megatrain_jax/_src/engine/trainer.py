@@ -494,8 +494,8 @@ class Trainer(ExplainedAttributes):
 
         Each has a shape and a dtype, and is read anew whenever `np.asarray` converts it to an
         array. So an export that converts one after the other takes little memory, also if
-        parameters rest on disks (`disk_dir`). They are valid until the next training step. With
-        several processes, they are arrays as in `model`.
+        parameters rest on disks (`disk_dir`). They are valid until the next training step. Several
+        processes read them together: all convert the same ones in the same order.
 
         Args:
             params: "ema" for averages; see `evaluate`.

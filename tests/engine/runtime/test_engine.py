@@ -346,12 +346,13 @@ def test_host_views_are_snapshots():
 
 def test_a_slab_is_gathered_once_for_all_its_leaves(monkeypatch):
     store, gathered = store_of(make_trainer(CASE, OPTIMIZERS["adam"])), []
+    monkeypatch.setattr(type(store.placement), "num_processes", 2)
     monkeypatch.setattr(type(store.placement), "readable", lambda _, x: gathered.append(x) or x)
-    parts = [store.at_rest(Key(Kind.MASTERS, group)) for group in (0, 1)]
-    for part in (parts[0], parts[0], parts[1], parts[1], parts[0]):
-        assert list(store._readable(part)) == list(part)
-    # The copies of the last one alone are kept.
-    assert list(map(id, gathered)) == [id(x) for i in (0, 1, 0) for x in parts[i]]
+    parts = [store.at_rest(Key(Kind.MASTERS, group)) for group in (0, 1, 2)]
+    for i in (0, 0, 1, 0, 1, 2, 1, 0):
+        assert list(store._readable(parts[i])) == list(parts[i])
+    # The copies of the last two are kept.
+    assert list(map(id, gathered)) == [id(x) for i in (0, 1, 2, 0) for x in parts[i]]
 
 
 def test_parameters_are_views_of_the_store():

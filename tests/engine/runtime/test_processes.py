@@ -380,6 +380,8 @@ def test_each_of_two_processes_writes_and_reads_its_own_part_of_a_checkpoint(bot
         assert told in said
         assert result["own"]
         assert result["on disks"]["disks"] == result["on disks"]["memory"]
+        _, whole, one_by_one = result["on disks"]["disks"]
+        assert one_by_one == whole[: len(one_by_one)] != []
         assert "ACTIVATION" in result["on disks"]["kinds"]
     logged = [result["logged"] for result in results]
     assert logged[0] == logged[1] and len(logged[0]["records"]) == 6

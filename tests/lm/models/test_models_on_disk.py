@@ -12,8 +12,10 @@ from flax import nnx
 import megatrain_jax as mt
 from disks import counted_reads, state_on_disk
 from filled_models import tensors_of
-from inside import spec_of
+from inside import spec_of, store_of
 from megatrain_jax import models
+from megatrain_jax._src.engine.state.processes import Processes
+from megatrain_jax._src.lm.models import tensors
 from runs import check_each_continues_the_other, check_same_bits, train
 from tiny_sizes import TINY
 
@@ -118,3 +120,43 @@ def test_texts_are_generated_from_a_disk(disk: mt.Trainer):
     np.testing.assert_array_equal(found.ids, expected.ids)
     np.testing.assert_allclose(found.log_probs, expected.log_probs, rtol=1e-5)
     disk.read(disk.step(batch(1)))  # whose reads ahead begin anew
+
+
+def test_processes_read_together_what_the_first_one_writes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """In one order, each array once, also if the writing fails: others wait for each array."""
+    trainer = make(tmp_path / "disk", SGD, "exact", True)
+    expected = tensors_of(models.save_pretrained(trainer, tmp_path / "alone"))
+    store, gathered = store_of(trainer), []
+    placement = type(store.placement)
+    monkeypatch.setattr(placement, "num_processes", 2)
+    monkeypatch.setattr(placement, "readable", lambda _, x: gathered.append(id(x)) or x)
+
+    def order_of(folder: str) -> list[int]:
+        gathered.clear()
+        store._copied = ()
+        models.save_pretrained(trainer, tmp_path / folder, max_shard_bytes=1)
+        return list(gathered)
+
+    first = order_of("first")
+    assert len(set(first)) == len(first) > 2
+    found = tensors_of(tmp_path / "first")
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+    write, files = tensors._write_file, []
+
+    def full(path: Path, *args: Any) -> None:
+        files.append(path)
+        if len(files) == 3:
+            raise OSError("no space left")
+        write(path, *args)
+
+    monkeypatch.setattr(tensors, "_write_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        order_of("full")
+    assert gathered == first
+    monkeypatch.setattr(Processes, "is_first", False)
+    monkeypatch.setattr(mt.distributed, "in_first", lambda action, trainer: None)
+    assert order_of("other") == first and not (tmp_path / "other").exists()

@@ -95,9 +95,10 @@ class Store:
         self.step = self.small(jnp.array(0, jnp.int32))
         self.key, self.scaling = self.small(key), self.small(scaling)
         self.before_replacing: Callable[[int], None] | None = None
-        # With several processes: the slabs that were gathered last, and the gathered copies. A
-        # slab's leaves are read one by one; without this cache, each read would gather the slab.
-        self._copied: tuple[Slabs, tuple[Any, ...]] | None = None
+        # With several processes: the two parts that were gathered last, with the gathered copies.
+        # Leaves are read one by one, perhaps those of a matrix and of its adapters in turn; without
+        # this cache, each read would gather a whole part.
+        self._copied: tuple[tuple[Sequence[host_leaves.Held], tuple[Any, ...]], ...] = ()
         self._find: Callable[[Key], Sequence[host_leaves.Held]] | None = None  # see `of_averages`
 
     # ---- filling, at rest
@@ -169,39 +170,62 @@ class Store:
         """The leaves of a part as host arrays, which share its memory if possible."""
         layout = self.layouts[key.owner]
         own = layout.master if key.kind is Kind.MASTERS else layout.state
-        alone = self.placement.num_processes == 1
-        return host_leaves.read_leaves(
-            own, self.held(key) if alone else self._readable(self.at_rest(key))
-        )
+        return host_leaves.read_leaves(own, self._readable(self.held(key)))
 
-    def leaf(self, key: Key, position: int) -> ComputedArray:
-        """A leaf of a part, which is read when it is needed; of one process alone."""
-        own, arrays, i = self._leaf(key, position)
-        what, read = f"leaf {position} of {key}", lambda _: host_leaves.read_leaf(own, arrays, i)
-        return ComputedArray(what, own.shapes[i], host_leaves.leaf_dtype(own, i), read)
+    def unread(self, key: Key, number: int) -> list[ComputedArray]:
+        """The first leaves of a part, each read when it is needed.
+
+        Several processes read a part together: all have to need it at the same point of the run.
+
+        Args:
+            key: The part.
+            number: Number of leaves.
+        """
+        held = self.held(key)
+
+        def unread(position: int) -> ComputedArray:
+            own, _, i = self._leaf(key, position, held)
+
+            def read(_: Any) -> np.ndarray:
+                _, arrays, _ = self._leaf(key, position, self._readable(held))
+                return host_leaves.read_leaf(own, arrays, i)
+
+            what = f"leaf {position} of {key}"
+            return ComputedArray(what, own.shapes[i], host_leaves.leaf_dtype(own, i), read)
+
+        return list(map(unread, range(number)))
 
     def reader(self, key: Key, position: int, part: int) -> Reader:
         """A function that reads this process's runs of one part of a leaf; it keeps the slab.
 
         A part on disks is read when the function is called; see `before_replacing`.
         """
-        own, arrays, i = self._leaf(key, position)
+        own, arrays, i = self._leaf(key, position, self.held(key))
         return lambda: host_leaves.runs_of(own, arrays, i, part)
 
-    def _leaf(self, key: Key, position: int) -> tuple[Layout, Sequence[host_leaves.Held], int]:
-        """The layout of a leaf's slab, the slab's arrays, and the leaf's number in it."""
-        layout, arrays = self.layouts[key.owner], self.held(key)
+    def _leaf(
+        self, key: Key, position: int, arrays: Sequence[host_leaves.Held]
+    ) -> tuple[Layout, Sequence[host_leaves.Held], int]:
+        """The layout of a leaf's slab, the slab's arrays among a part's, and the leaf's number."""
+        layout = self.layouts[key.owner]
         own, i = layout.leaf(key.kind, position)
         if key.kind is Kind.OPTIMIZER_STATE:
             arrays = layout.state.by_slab(arrays)[layout.state.places[position][0]]
         return own, arrays, i
 
-    def _readable(self, arrays: Slabs) -> tuple[Any, ...]:
-        """Arrays at rest as this process can read them completely; the last copies are cached."""
+    def _readable(self, arrays: Sequence[host_leaves.Held]) -> Sequence[host_leaves.Held]:
+        """A part's arrays as this process can read them completely; the last copies are cached."""
+        if self.placement.num_processes == 1:
+            return arrays
         # Arrays at rest are never modified, so the same objects have the same copies.
-        if self._copied is None or list(map(id, arrays)) != list(map(id, self._copied[0])):
-            self._copied = arrays, tuple(map(self.placement.readable, arrays))
-        return self._copied[1]
+        for gathered, copies in self._copied:
+            if list(map(id, arrays)) == list(map(id, gathered)):
+                return copies
+        self.placement.processes.gather("reading state together")
+        self._copied = self._copied[-1:]  # first, so that its memory is free
+        copies = tuple(map(self.placement.readable, self._in_memory(arrays)))
+        self._copied += ((arrays, copies),)
+        return copies
 
     def on_host(self, arrays: Iterable[jax.Array]) -> list[Any]:
         """Small state as NumPy arrays; typed keys, which NumPy can't represent, on the device."""
@@ -227,7 +251,7 @@ class Store:
             return first
 
         found = copy.copy(self)
-        found.layouts, found._copied, found.disk = tuple(layouts), None, None
+        found.layouts, found._copied, found.disk = tuple(layouts), (), None
         found._find = averages
         found.host = _FoundWhenRead(lambda key: self._in_memory(averages(key)))
         return found
@@ -236,7 +260,7 @@ class Store:
 
     def wake(self) -> None:
         """Moves the small state to the devices; slabs are fetched one by one."""
-        self._copied = None  # steps replace the originals
+        self._copied = ()  # steps replace the originals
         self._move_small(self.placement.small_on_device)
 
     def rest(self) -> None:

@@ -20,8 +20,10 @@ import json
 import os
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -277,7 +279,7 @@ def save_pretrained(
         learned = (*config.end_tokens, *learned)  # adapters may have brought some
     original = json.loads(config.original)
 
-    def write() -> None:
+    def write(tensors: Sequence[NamedTensor]) -> None:
         with getting_on("writing an export"), atomic_folder(folder, overwrite=overwrite) as at:
             write_tensors(at, tensors, max_shard_bytes)
             write_config(at, original, dtype)
@@ -285,20 +287,54 @@ def save_pretrained(
             write_end_tokens(at, copied.get(hf_folder.GENERATION_CONFIG), config, learned)
             write_chat_template(at, chat_template)
 
-    written_once(trainer, write)
+    written_once(trainer, write, tensors)
     return folder
 
 
-def written_once(trainer: Trainer | Decoder | Pretrained, write: Callable[[], None]) -> None:
+def written_once(
+    trainer: Trainer | Decoder | Pretrained,
+    write: Callable[[Sequence[NamedTensor]], None],
+    tensors: Sequence[NamedTensor] = (),
+) -> None:
     """Calls a function that writes: of processes that share the trainer, in the first one only.
+
+    Args:
+        trainer: The trainer, or what no other process has.
+        write: The function.
+        tensors: What it writes, in the order of writing. All processes read the trainer's arrays
+            together.
 
     Raises:
         Exception: If the function raises one; see `distributed.in_first`.
     """
-    if isinstance(trainer, Trainer):
-        distributed.in_first(write, trainer)
-    else:
-        write()
+    if not isinstance(trainer, Trainer):
+        write(tensors)
+        return
+    unread = deque(x.array for x in tensors if isinstance(x.array, ComputedArray))
+
+    def read(dtype: Any) -> np.ndarray:
+        return np.asarray(unread.popleft(), dtype)
+
+    def noted(tensor: NamedTensor) -> NamedTensor:
+        array = tensor.array
+        if not isinstance(array, ComputedArray):
+            return tensor
+        return replace(tensor, array=ComputedArray(tensor.name, array.shape, array.dtype, read))
+
+    def read_rest() -> None:
+        with getting_on("reading for an export"):
+            while unread:
+                read(None)
+
+    def write_all() -> None:
+        try:
+            write(list(map(noted, tensors)))
+        finally:
+            read_rest()  # the others wait for each array, whatever has become of the writing
+
+    if not trainer.processes.is_first:
+        read_rest()
+    distributed.in_first(write_all, trainer)
 
 
 def check_chat_template(given: Any) -> None:
