@@ -17,7 +17,7 @@ from inside import on_one_device
 from megatrain_jax._src.engine import start
 from megatrain_jax._src.engine.kernels import update_pieces as pieces
 from megatrain_jax._src.engine.kernels import updates
-from megatrain_jax._src.engine.kernels.fused_updates import update_in_one_pass
+from megatrain_jax._src.engine.kernels.fused_updates import _is_possible, update_in_one_pass
 from megatrain_jax._src.engine.kernels.update_pieces import update_in_pieces
 from megatrain_jax._src.engine.state.codec import (
     Blockwise,
@@ -150,6 +150,17 @@ def moment_rows(rows, columns, messages):
 ADAMW = adamw_rows(optax.adamw(optax.cosine_decay_schedule(3e-3, 100), eps=1e-6))
 NADAM = adamw_rows(optax.nadam(1e-3))
 SHAPES = [(150,), (40, 33), (7,), (), (1,), (BLOCK, 3), (200,)]
+
+
+def test_columns_of_whole_blocks_alone_have_tiles():
+    """The columns of a small leaf, and those behind it, begin or end within a block."""
+    shapes = [(BLOCK,), (BLOCK // 2,), (BLOCK,), (BLOCK // 2,), (BLOCK,)]
+    slab = layout_of(shapes, "float32", 1, [BF16] * len(shapes))
+    columns = [pieces._columns(slab, leaf) for leaf in range(len(shapes))]
+    assert [own.inside for own in columns] == [0, 128, 192, 320, 384]
+    found = [_is_possible([own], [jnp.zeros(slab.size)]) for own in columns]
+    assert found == [True, False, False, False, True]
+    assert not _is_possible(columns, [jnp.zeros(slab.size)])
 
 
 @pytest.mark.by_default(

@@ -10,6 +10,7 @@ from optax import contrib
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.inline import Inliner
 from megatrain_jax._src.engine.program.layers.sliced_values import SlicedValue, Value, sliced, stack
+from megatrain_jax._src.engine.program.layers.slicewise import moved
 from messages import refuses
 from optim_trees import (
     blocks_along_axis_1,
@@ -247,6 +248,24 @@ def test_operations_that_mix_slices_take_whole_arrays(function):
     mine, found = in_slices(function, X, 0)
     assert not any(found)
     check_close(mine, [function(X)], TOLERANCE, "result")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.reshape(3, 24),
+        lambda x: jax.lax.broadcast_in_dim(x, (3, 5, 4, 6), (0, 2, 3)),
+    ],
+    ids=["reshape", "broadcast"],
+)
+def test_results_whose_sharding_is_given_are_taken_whole(function):
+    """A sharding names the axes of the whole array."""
+    (eqn,) = jax.make_jaxpr(function)(X).eqns
+    given = jax.sharding.PartitionSpec(None, None)
+    for sharding, is_moved in ((None, True), (given, False)):
+        own = eqn.replace(params=eqn.params | {"sharding": sharding})
+        found = moved(own, np.arange(3, dtype=object), (0,), [None])
+        assert (found is not None) == is_moved
 
 
 def scanned(x):

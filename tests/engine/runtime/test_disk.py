@@ -582,6 +582,29 @@ def test_a_full_disk_is_refused_before_training(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir()) and not _open_files(tmp_path)
 
 
+def test_each_folder_needs_room_for_its_own_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    drives = Drives(folders)
+    drives.place(2**16 + 1)
+    drives.place(2**12)
+    assert len(set(drives._lengths)) == 2 and min(drives._lengths) > 0
+    for lacking in (0, 1, None):
+        parts = zip(folders, drives._lengths, strict=True)
+        free = {folder: size - (number == lacking) for number, (folder, size) in enumerate(parts)}
+        monkeypatch.setattr(drive, "_free_bytes", free.__getitem__)
+        with nullcontext() if lacking is None else refuses(OSError, folders[lacking]):
+            drives.reserve()
+    # Before ranges have places, each folder gets an equal part.
+    for lacking in (0, 1, None):
+        free = {folder: 2**20 - (number == lacking) for number, folder in enumerate(folders)}
+        monkeypatch.setattr(drive, "_free_bytes", free.__getitem__)
+        with nullcontext() if lacking is None else refuses(OSError, folders[lacking]):
+            drive.check_space(folders, 2**21)
+    drives.close()
+
+
 def test_space_is_taken_by_writing_where_a_file_system_can_t_reserve_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

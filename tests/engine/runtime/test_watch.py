@@ -249,6 +249,17 @@ def test_an_error_of_another_thread_interrupts_what_may_be_interrupted(at_once):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_an_error_that_comes_when_a_run_has_ended_interrupts_nothing_later(monkeypatch):
+    with monkeypatch.context() as patch, Signals() as signals:
+        patch.setattr(signal, "pthread_kill", lambda thread, number: None)  # it is on its way
+        signals.insist(StalledError())
+    reached = []
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt(second_interrupts=True):
+        signal.raise_signal(signal.SIGINT)
+        reached.append("the end")
+    assert reached, "the first signal waits, as ever"
+
+
 def test_sigterm_ends_a_run_whose_data_hangs_and_saves_its_last_step(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "_GRACE_SECONDS", 0.0)
     monkeypatch.setattr(watch, "_LOOK_SECONDS", 0.001)

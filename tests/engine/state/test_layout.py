@@ -207,6 +207,10 @@ def test_a_large_leaf_has_its_own_array_and_is_rounded_by_the_same_bits(num_shar
         np.testing.assert_array_equal(ours, theirs)
     sums = jax.jit(lambda x: apart.joined(apart.add(apart.pack_segments(x), x)))(leaves)
     np.testing.assert_array_equal(sums, 2 * jax.jit(whole.pack)(leaves))
+    for own in ([None, leaves[1], None, leaves[3]], [None] * 4):  # arrays of nothing but zeros
+        parts = apart.pack_segments(own)
+        assert [x.size for x in parts] == [128 * num_shards, 512, 512]
+        np.testing.assert_array_equal(apart.joined(parts), whole.pack(own))
 
 
 @pytest.mark.by_default("1", "5")

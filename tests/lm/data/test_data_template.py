@@ -1,6 +1,7 @@
 """What is learned of a conversation, compared with text that is put together by hand."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +370,22 @@ def test_a_call_of_tools_ends_with_the_mark_of_their_answer(tmp_path: Path):
     assert tokenizer().decode(batch["labels"][batch["mask"]].tolist()) == expected
     ends = [tokenizer().convert_tokens_to_ids(name) for name in ("<|user|>", "<|end|>")]
     assert sorted(made.end_tokens) == sorted(ends)
+
+
+@pytest.mark.parametrize("content", ["", "I call"])
+def test_an_answer_without_one_of_its_calls_is_refused(content, tmp_path: Path):
+    calls = [
+        {"type": "function", "function": {"name": name, "arguments": {}}}
+        for name in ("add", "find")
+    ]
+    answer = {"role": "assistant", "content": content, "tool_calls": calls}
+    messages = [{"role": "user", "content": "sum"}, answer]
+    for shown in ("", "[:1]", "[1:]"):
+        each = "{% for c in (m.tool_calls or [])" + shown + " %}[{{ c.function.name }}]{% endfor %}"
+        template = chats.CHATML.replace("{{ m.content }}", "{{ m.content }}" + each)
+        with refuses(data.DataError, "assistant's words") if shown else nullcontext():
+            line = single(tmp_path, messages, template)
+            assert learned_text(line) == f"{content}[add][find]<|im_end|>"
 
 
 def test_a_template_that_refuses_a_question_behind_an_answer_has_no_end(tmp_path: Path):

@@ -148,6 +148,12 @@ def test_tools_and_their_calls_are_counted(tmp_path: Path):
     assert not_shown(tmp_path, [row], hides_tools + shows_calls) == {**ids, "tools": 1}
     hidden = {**ids, "tools": 1, "tool_calls of assistant": 1}
     assert not_shown(tmp_path, [row], hides_tools + chats.CHATML) == hidden
+    # A template that shows no words beside a call leaves out nothing where there are none.
+    words = "{% if not m.tool_calls %}{{ m.content }}{% endif %}"
+    only_calls = chats.CHATML.replace("{{ m.content }}", words + calls)
+    for said, lost in (("", {}), ("\n", {}), ("I add", {"content of assistant": 1})):
+        row["messages"][1] |= {"content": said, "weight": 0}
+        assert not_shown(tmp_path, [row], hides_tools + only_calls) == {**ids, "tools": 1, **lost}
 
 
 def test_marked_templates_are_asked_as_well(tmp_path: Path):
