@@ -1,6 +1,6 @@
 """A process's current activity in words, and a count of its progress.
 
-Other processes print the words while they wait for it, and the error of a run that hangs has them.
+A process that waits for this one prints the words, and so does the error of a run that hangs.
 """
 
 import contextlib
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 
 class Activity:
-    """The current activity of a process, written by its main thread and read by other threads.
+    """The current activity of a process: its main thread writes it, further threads read it.
 
     Attributes:
-        doing: The activity, such as "drawing batch 7 of `data`", and whether it is the user's code,
-            which may be interrupted; ("", False) outside of this library.
+        doing: The activity, such as "drawing batch 7 of `data`", and whether it is the user's code
+            and may be interrupted; ("", False) outside of this library.
         count: A number that grows with each sign of progress.
     """
 
@@ -51,14 +51,14 @@ HERE = Activity()
 
 
 @contextlib.contextmanager
-def doing(what: str, *, of_user: bool = False) -> Iterator[None]:
+def doing(activity: str, *, of_user: bool = False) -> Iterator[None]:
     """Sets the activity during the body of a ``with`` statement.
 
     Args:
-        what: The activity in words, to follow "it was".
-        of_user: Whether the body is the user's code, which may be interrupted.
+        activity: The activity in words, to follow "it was".
+        of_user: Whether the body is the user's code and may be interrupted.
     """
-    before = HERE.change((what, of_user))
+    before = HERE.change((activity, of_user))
     try:
         yield
     finally:
@@ -70,16 +70,16 @@ def progressed() -> None:
     HERE.count += 1
 
 
-# Seconds between two signs of a process whose work may take hours.
+# Seconds between two signs of progress.
 _SIGN_SECONDS = 20.0
 
 
 @contextlib.contextmanager
-def getting_on(what: str) -> Iterator[None]:
+def getting_on(activity: str) -> Iterator[None]:
     """Sets the activity of a body that may take hours, and counts progress until it ends.
 
     Args:
-        what: See `doing`.
+        activity: See `doing`.
     """
     done = threading.Event()
 
@@ -89,7 +89,7 @@ def getting_on(what: str) -> Iterator[None]:
 
     threading.Thread(target=tell, name="activity", daemon=True).start()
     try:
-        with doing(what):
+        with doing(activity):
             yield
     finally:
         done.set()

@@ -34,14 +34,14 @@ def initialize(
     timeout_seconds: int = 1800,
     progress: bool = True,
 ) -> bool:
-    """Connects this process to the other ones of its run, if a launcher has started several.
+    """Connects the processes of a run, if a launcher has started several.
 
     It calls `jax.distributed.initialize`, and so comes before anything that starts JAX's devices.
-    The launcher's environment variables say where this process belongs: those of Slurm (`srun`),
-    Open MPI, torchrun, SkyPilot, Kubeflow (Trainer, JAXJob and PyTorchJob) or an indexed job of
-    Kubernetes; or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which come before
-    all others. JAX_NUM_PROCESSES=1 makes each process a run of its own. Where processes share a
-    host, each gets an equal part of its GPUs. The port differs for each restart of a job, so that
+    It finds its place by the environment variables of Slurm (`srun`), Open MPI, torchrun, SkyPilot,
+    Kubeflow (Trainer, JAXJob and PyTorchJob) or an indexed job of Kubernetes.
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID come before all of them.
+    JAX_NUM_PROCESSES=1 makes each process a run of its own. Where processes share a host, each gets
+    an equal part of its GPUs. The port differs for each restart of a job, so that
     no process meets the one before.
 
     Processes that are already connected, as in Ray's `JaxTrainer`, stay so. A process that no
@@ -54,17 +54,17 @@ def initialize(
         process_id: Number of this process, from 0.
         local_device_ids: Numbers of this process's GPUs among the ones that it sees; None for its
             part.
-        timeout_seconds: Seconds to wait until all processes have started. Those of a large job may
+        timeout_seconds: Seconds to wait until all processes have started. In a large job they may
             start many minutes apart.
         progress: Whether the first process prints who is there.
 
     Returns:
-        Whether this process shares a run with others.
+        Whether the run has more than one process.
 
     Raises:
         TypeError: If an argument has a wrong type.
-        ValueError: If arguments are missing or out of range, differ from those of an earlier call,
-            or variables contradict each other.
+        ValueError: If arguments are missing or out of range, differ from an earlier call's, or
+            variables contradict one another.
         RuntimeError: If JAX's devices were started before.
     """
     given = _checked_arguments(coordinator_address, num_processes, process_id)
@@ -89,10 +89,10 @@ def initialize(
 
 
 def find_place(environment: launchers.Variables, given: dict[str, Any]) -> launchers.Launch | None:
-    """This process's place, from the arguments by name, and what these leave open from variables.
+    """This process's place: from the arguments by name, and from variables where these are None.
 
     Raises:
-        ValueError: If arguments are missing, or variables contradict each other.
+        ValueError: If arguments are missing, or variables contradict one another.
     """
     missing = [name for name, value in given.items() if value is None]
     launch = None
@@ -166,7 +166,7 @@ def is_first() -> bool:
     Before `initialize`, the launcher's variables tell.
 
     Raises:
-        ValueError: Before `initialize`, if the variables contradict each other.
+        ValueError: Before `initialize`, if the variables contradict one another.
     """
     if jax.distributed.is_initialized():
         return jax.process_index() == 0
@@ -175,7 +175,7 @@ def is_first() -> bool:
 
 
 def gather(value: Any) -> list[Any]:
-    """The values of all processes, in order; all have to call this, and wait for each other.
+    """The values of all processes, in order; all have to call this, and wait for the last one.
 
     Args:
         value: A value that JSON can have.
@@ -195,11 +195,11 @@ def in_first(action: Callable[[], Any], trainer: "Trainer | None" = None) -> Any
 
     Args:
         action: The function. Its result is a value that JSON can have.
-        trainer: The trainer whose processes are meant; None for all that are connected.
+        trainer: The trainer of these processes; None for all connected processes.
 
     Raises:
-        Exception: If the function raises one. The first process raises the original; all others
-            raise a built-in one with its text, of the same kind if there is one.
+        Exception: If the function raises one. The first process raises the original, every further
+            process a built-in one with its text, of the same kind if there is one.
     """
     if trainer is not None:
         processes = trainer.processes
@@ -226,7 +226,7 @@ def in_first(action: Callable[[], Any], trainer: "Trainer | None" = None) -> Any
     return value
 
 
-# An error in the first process is one of these kinds in others: the first that it is, or the last.
+# Every further process raises the first of these kinds that the error is, or else the last one.
 _KINDS: tuple[type[Exception], ...] = (
     FileExistsError,
     FileNotFoundError,
@@ -240,9 +240,9 @@ _KINDS: tuple[type[Exception], ...] = (
 
 
 def leave(why: str) -> None:
-    """Tells the other processes that this one ends, before a run has begun or after it.
+    """Tells the run's processes that this one ends, before a run has begun or after it.
 
-    Those that wait for it raise a `PeerEndedError`. In `fit` and `train`, an error tells them.
+    A process that waits for it raises a `PeerEndedError`. In `fit` and `train`, errors tell them.
 
     Args:
         why: The reason, for their error.
@@ -270,7 +270,7 @@ def _checked_arguments(address: Any, count: Any, index: Any) -> dict[str, Any]:
 
 
 def _check_equal(given: dict[str, Any]) -> None:
-    """Checks that a further call asks for what is there."""
+    """Checks that a further call asks for this process's own place."""
     there = {"num_processes": jax.process_count(), "process_id": jax.process_index()}
     for name, value in there.items():
         if given[name] not in (None, value):
@@ -281,7 +281,7 @@ def _check_equal(given: dict[str, Any]) -> None:
 
 
 def _incomplete(launch: launchers.Launch, seconds: int) -> str:
-    """What is wrong if not all processes have come."""
+    """The error's text if not all processes have come."""
     if launch.num_processes is None:
         return f"not all processes of this job have come within {seconds} s"
     return (
