@@ -11,14 +11,20 @@ import pytest
 import megatrain_jax as mt
 from cut_cases import trace_case
 from cuts import find
+from inside import on_one_device
+from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.loss import gradients
 from megatrain_jax._src.engine.program.loss.gradients import (
     leaves_read,
     refuse_no_gradient,
     traced_pullback,
 )
 from megatrain_jax._src.engine.program.loss.trace import cut_loss, leaves_of
+from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from messages import refuses, tells
+from optimizers import OPTIMIZERS
+from runs import make_spec
 from zoo import CASES
 
 DIM, DEPTH = 4, 4
@@ -228,3 +234,20 @@ def test_a_backward_reads_the_leaves_that_change_its_results():
             differs = [not np.array_equal(*x) for x in zip(expected, pulled(changed), strict=True)]
             assert read[i] == any(differs), (stage.name, i)
     assert True in missing
+
+
+def test_kernels_take_the_derivatives_that_a_plan_has_traced(monkeypatch):
+    calls, differentiated = [], gradients.differentiated
+
+    def counted(*args, **options):
+        calls.append(args)
+        return differentiated(*args, **options)
+
+    monkeypatch.setattr(gradients, "differentiated", counted)
+    with remembering():
+        spec = make_spec(CASES["builder"], OPTIMIZERS["adam"])
+        planned = len(calls)
+        kernels = step_kernels(spec.first, spec.layouts, spec.optimizer, on_one_device())
+        for kernel in (kernel for kernel in kernels if kernel.name == "backward"):
+            jx.trace(kernel.build(), *(kernel.takes or ()))
+    assert planned == len(calls) > 0

@@ -39,7 +39,7 @@ from megatrain_jax._src.engine.kernels.kernel import Kernel, placed
 from megatrain_jax._src.engine.kernels.rewrites import looks_up_inputs, with_scattered_sums
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.effects import firing_once, has_side_effects
-from megatrain_jax._src.engine.program.loss.gradients import differentiated
+from megatrain_jax._src.engine.program.loss.gradients import pullback, traced_pullback
 from megatrain_jax._src.engine.program.loss.stages import Program, Stage
 from megatrain_jax._src.engine.program.rewriting import with_fp32_products
 from megatrain_jax._src.engine.state import codec
@@ -203,13 +203,15 @@ def backward(
     def backward_stage(masters, inputs, *others):
         kept, (cotangents, gradients, sent, *narrow) = others[: at - 2], others[at - 2 :]
 
-        def pulled(leaves, inputs, cotangents):
-            outputs, pull = differentiated(stage, mode.arriving, leaves, inputs)
-            return *pull(list(cotangents)), outputs if mode.give_outputs else []
-
         leaves = _unpack(bound, placement, masters)
         if residuals is None:
-            *found, outputs = _adding_wide(bound, placement, pulled)(leaves, inputs, cotangents)
+            what = stage, mode.arriving, mode.give_outputs
+            # With effects, it would be traced in one place and evaluated in a second one.
+            if has_side_effects(stage.jaxpr):
+                pull = pullback(*what)
+            else:
+                pull = _adding_wide(bound, placement, traced_pullback(*what))
+            *found, outputs = pull(list(cotangents), leaves, list(inputs))
         else:
             pull = _adding_wide(bound, placement, residuals.backward)
             found, outputs = pull([*leaves, *inputs], *kept, list(cotangents)), []
@@ -308,13 +310,10 @@ def _narrow_takes(bound: BoundStage, placement: Placement) -> tuple[Any, Any]:
     return placed(avals, placement.slabs_on_device), placed(draws, placement.small_on_device)
 
 
-def _adding_wide(bound: BoundStage, placement: Placement, pulled: Callable) -> Callable:
+def _adding_wide(bound: BoundStage, placement: Placement, pulled: Callable | jx.Traced) -> Callable:
     """A pullback with gradients in fp32 where they enter fp32 sums; it returns gradients first."""
     stage, mode = bound.stage, bound.mode
     assert mode is not None
-    # With effects, it would be traced and evaluated in a second place.
-    if has_side_effects(stage.jaxpr):
-        return pulled
     rows = zip(bound.binding.slots, stage.is_trainable, strict=True)
     are_wide = [mode.is_partial or mode.accumulate[slot.slab] for slot, yes in rows if yes]
     # XLA's CPU runtime has no products of bfloat16 numbers that give fp32.

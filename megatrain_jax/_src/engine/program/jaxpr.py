@@ -116,11 +116,14 @@ class Traced:
         return jax.tree.unflatten(self.out_tree, results)
 
 
-def rewritten(function: Callable, evaluate: Callable[[Any, list[Any]], Sequence[Any]]) -> Callable:
+def rewritten(
+    function: Callable | Traced, evaluate: Callable[[Any, list[Any]], Sequence[Any]]
+) -> Callable:
     """A function of trees that traces another one, and evaluates it as in `Traced.outputs`."""
 
     def run(*args: Any) -> Any:
-        return trace(function, *args).outputs(args, evaluate)
+        traced = function if isinstance(function, Traced) else trace(function, *args)
+        return traced.outputs(args, evaluate)
 
     return run
 

@@ -60,12 +60,12 @@ _REORDERING = ("reshape", "transpose")
 
 
 def with_fp32_products(
-    function: Callable, are_wide: Sequence[bool], *, casts_operands: bool = False
+    function: Callable | jx.Traced, are_wide: Sequence[bool], *, casts_operands: bool = False
 ) -> Callable:
     """A function with some of its results in fp32, if they come from narrower products.
 
     Args:
-        function: The function, of trees of arrays, without effects.
+        function: The function, of trees of arrays, without effects; it may be traced.
         are_wide: For each array that it returns, whether it should be in fp32 if possible.
         casts_operands: Whether operands are cast to fp32 first, because the platform has no
             products of narrow numbers that give fp32. The results are the same.

@@ -151,21 +151,26 @@ def _reached(stage: Stage, arriving: Sequence[bool]) -> tuple[list[bool], list[b
     return flags[: sum(stage.is_trainable)], flags[sum(stage.is_trainable) :]
 
 
-def traced_pullback(stage: Stage, arriving: Sequence[bool], give_outputs: bool) -> jx.Traced:
+def pullback(stage: Stage, arriving: Sequence[bool], give_outputs: bool) -> Callable:
     """A stage's backward, `(cotangents, leaves, inputs) -> (of leaves, of inputs, outputs)`."""
-    shapes = [jx.shape_of(v.aval) for v in stage.jaxpr.invars[len(stage.consts) :]]
-    leaves, inputs = shapes[: len(stage.leaves)], shapes[len(stage.leaves) :]
-    cotangents, _ = jx.split(arriving, [jx.shape_of(a.aval) for a in stage.jaxpr.outvars])
 
     def pulled(cotangents, leaves, inputs):
         outputs, pull = differentiated(stage, arriving, leaves, inputs)
-        return *pull(cotangents), outputs if give_outputs else []
+        return *pull(list(cotangents)), outputs if give_outputs else []
 
+    return pulled
+
+
+def traced_pullback(stage: Stage, arriving: Sequence[bool], give_outputs: bool) -> jx.Traced:
+    """A stage's `pullback`, traced."""
+    shapes = [jx.shape_of(v.aval) for v in stage.jaxpr.invars[len(stage.consts) :]]
+    leaves, inputs = shapes[: len(stage.leaves)], shapes[len(stage.leaves) :]
+    cotangents, _ = jx.split(arriving, [jx.shape_of(a.aval) for a in stage.jaxpr.outvars])
     like = stage.key, stage.is_trainable, stage.active, tuple(arriving), give_outputs
     return remembered(
         "pullbacks",
         lambda: like,
-        lambda: jx.trace(pulled, cotangents, leaves, inputs),
+        lambda: jx.trace(pullback(stage, arriving, give_outputs), cotangents, leaves, inputs),
         _MOST_PULLBACKS,
     )
 
