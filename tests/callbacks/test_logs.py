@@ -6,17 +6,20 @@ import logging
 import math
 import signal
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import optax
 import pytest
 
 import megatrain_jax as mt
 import small
 from megatrain_jax import callbacks
 from megatrain_jax._src.callbacks.callback import tables
+from megatrain_jax._src.engine.state.processes import Processes
 from messages import refuses
 
 pytestmark = pytest.mark.usefixtures("started_once")
@@ -165,6 +168,43 @@ def test_a_file_that_is_no_log_is_left_alone(kind: Any, text: str, tmp_path: Pat
     with refuses(ValueError, path):
         small.fit(None, 1, callbacks=[kind(path)])
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_all_processes_but_the_first_print_warn_and_write_nothing(
+    is_first, tmp_path: Path, monkeypatch: Any, capfd: Any
+):
+    monkeypatch.setattr(Processes, "is_first", is_first)
+    logs = callbacks.CSVLog(tmp_path / "a.csv"), callbacks.JSONLog(tmp_path / "b.jsonl")
+    profile = callbacks.Profile(tmp_path / "profile", first=1, last=1)
+
+    def interrupts(trainer: mt.Trainer, record: dict[str, Any]) -> None:
+        if record["step"] == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        result = mt.fit(
+            {"layers": small.params(), "unread": np.ones(3, np.float32)},
+            lambda params, batch: small.loss_fn(params["layers"], batch),
+            map(small.batch, range(3)),
+            optax.sgd(0.1),
+            seed=3,  # nothing draws from it
+            eval_data=[small.batch(9)],
+            eval_every=1,
+            callbacks=[*logs, profile, callbacks.EarlyStopping("loss", patience=9), interrupts],
+        )
+    assert result.trainer.num_steps == 2
+    for what in ("unread", "`seed`", "EarlyStopping"):
+        assert any(what in str(w.message) for w in warned) == is_first, what
+    assert is_first or not warned
+    assert {path.name for path in tmp_path.iterdir()} == (
+        {"a.csv", "b.jsonl", "profile"} if is_first else set()
+    )
+    out, err = capfd.readouterr()
+    printed = ("tracing", "initialising", "first evaluation", "loss 0.", "SIGINT")
+    assert not out and [what in err for what in printed] == [is_first] * len(printed)
+    assert is_first or not err
 
 
 def test_a_process_that_becomes_the_first_one_writes_no_log_of_its_own(tmp_path: Path):
