@@ -1,6 +1,7 @@
 """Callbacks on real runs: their protocol, hyperparameters in records, profiles and live curves."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -175,3 +176,5 @@ def test_a_live_curve_replaces_its_image(tmp_path: Path):
     assert not other.get("update") and other["transient"]["display_id"] != place
     images = [output["data"]["image/png"] for output in outputs]
     assert len(set(images)) == 3
+    another: Any = SimpleNamespace(processes=SimpleNamespace(is_first=False))
+    live(another, {"step": 2})  # another process, which has no notebook, draws nothing

@@ -23,6 +23,18 @@ VOCAB, WIDTH = 12, 16
 PROMPTS = [[1, 2, 3], [7], [4, 4]]
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_samples_are_shown_by_the_first_process(is_first, monkeypatch, capsys):
+    trainer: Any = SimpleNamespace(processes=SimpleNamespace(is_first=is_first), num_steps=3)
+    row = {"prompt": "a", "temperature": 0.5, "text": "b c"}
+    monkeypatch.setattr(callbacks.Samples, "draw", lambda self, trainer: [row])
+    samples, record = object.__new__(callbacks.Samples), {"step": 3}
+    samples._every, samples._show = 3, True
+    samples(trainer, record)
+    assert record["samples"] == [row]
+    assert tells(capsys.readouterr().out, "step 3", "b c") == is_first
+
+
 # A model that is no decoder: each token follows from the sum of those before it.
 
 

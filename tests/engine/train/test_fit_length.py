@@ -11,6 +11,8 @@ import pytest
 
 import megatrain_jax as mt
 import small
+from megatrain_jax._src.engine.state.processes import Processes
+from megatrain_jax._src.engine.train.series import RunCheckpoints
 from megatrain_jax._src.engine.train.source import length_of
 from messages import refuses, tells
 from runs import check_same_bits
@@ -83,6 +85,31 @@ def test_the_bar_has_a_total_where_the_length_is_known(
     shown = capfd.readouterr().err
     assert "step/s" in shown or "s/step" in shown
     assert expected in totals(shown) if expected else not totals(shown)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_first_process_says_from_where_a_run_goes_on(
+    is_first: bool, tmp_path: Path, monkeypatch: Any, capsys: Any
+):
+    small.fit(tmp_path, 1)
+    resume = RunCheckpoints.resume
+
+    def resumed(self: RunCheckpoints, trainer: mt.Trainer) -> Any:
+        found = resume(self, trainer)  # in which the first process looks for the others
+        monkeypatch.setattr(Processes, "is_first", is_first)
+        return found
+
+    monkeypatch.setattr(RunCheckpoints, "resume", resumed)
+    mt.fit(
+        small.params(),
+        small.loss_fn,
+        BATCHES,
+        small.OPTIMIZER,
+        steps=1,
+        precision="float32",
+        checkpoint_dir=tmp_path,
+    )
+    assert tells(capsys.readouterr().out, "Resumed", tmp_path / "1") == is_first
 
 
 def test_the_bar_of_a_run_that_goes_on_counts_what_is_left(tmp_path: Path, capfd: Any):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,15 @@ from flax import nnx
 import megatrain_jax as mt
 from chats import tokenizer
 from megatrain_jax import callbacks, data, models
-from megatrain_jax._src.lm.cli import chat, finetune, grpo_command, reference, training_recipe
+from megatrain_jax._src.lm.cli import (
+    chat,
+    finetune,
+    grpo_command,
+    main,
+    reference,
+    run_data,
+    training_recipe,
+)
 from megatrain_jax._src.lm.cli.finetune import (
     chat_template,
     check_new_rows,
@@ -176,6 +185,22 @@ def test_a_folder_in_the_home_folder_is_a_video(tmp_path, monkeypatch):
     (tmp_path / "frames").mkdir()
     for given, kind in (("~/frames", "video"), ("~/a.mp4", "video"), ("~/a.png", "image")):
         assert chat._part(given) == {"type": kind, kind: given}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_first_process_prints_what_all_of_a_command_know(is_first, monkeypatch, capsys):
+    monkeypatch.setattr(mt.distributed, "initialize", lambda progress: True)
+    monkeypatch.setattr(mt.distributed, "is_first", lambda: is_first)
+    monkeypatch.setattr(mt.distributed, "summary", lambda: "2 processes")
+    dataset: Any = SimpleNamespace(summary="5 rows")
+    assert main._takes_part("finetune") and main._takes_part("plan") == is_first
+    assert run_data.summarised(dataset) is dataset
+    out, err = capsys.readouterr()
+    assert out == "2 processes\n" * is_first and err == "5 rows\n" * is_first
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run_data.has_bar() == is_first
+    run_data.summarised(dataset)
+    assert not capsys.readouterr().err, "the first one's bar has said it"
 
 
 def test_one_of_the_trained_parameters_has_to_be_the_embeddings():
