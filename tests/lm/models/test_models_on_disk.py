@@ -1,6 +1,7 @@
 """Decoders whose state rests on a disk: trained, resumed, exported and generated with."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ from disks import counted_reads, state_on_disk
 from filled_models import tensors_of
 from inside import spec_of, store_of
 from megatrain_jax import models
-from megatrain_jax._src.engine.state.processes import Processes
 from megatrain_jax._src.lm.models import tensors
 from runs import check_each_continues_the_other, check_same_bits, train
 from tiny_sizes import TINY
@@ -132,6 +132,9 @@ def test_processes_read_together_what_the_first_one_writes(
     placement = type(store.placement)
     monkeypatch.setattr(placement, "num_processes", 2)
     monkeypatch.setattr(placement, "readable", lambda _, x: gathered.append(id(x)) or x)
+    processes = SimpleNamespace(count=2, is_first=True)
+    monkeypatch.setattr(mt.Trainer, "processes", processes)
+    monkeypatch.setattr(mt.distributed, "in_first", lambda action, _: action())
 
     def order_of(folder: str) -> list[int]:
         gathered.clear()
@@ -157,6 +160,11 @@ def test_processes_read_together_what_the_first_one_writes(
     with pytest.raises(OSError, match="no space left"):
         order_of("full")
     assert gathered == first
-    monkeypatch.setattr(Processes, "is_first", False)
-    monkeypatch.setattr(mt.distributed, "in_first", lambda action, trainer: None)
+    processes.is_first = False
+    monkeypatch.setattr(mt.distributed, "in_first", lambda action, _: None)
     assert order_of("other") == first and not (tmp_path / "other").exists()
+    # Processes that each hold all state read nothing together, nor does one alone.
+    for number, copies in ((2, 2), (1, 1)):
+        processes.count = number
+        monkeypatch.setattr(mt.Trainer, "plan", SimpleNamespace(num_copies=copies))
+        assert order_of(f"{number} with {copies}") == []

@@ -301,14 +301,17 @@ def written_once(
     Args:
         trainer: The trainer, or what no other process has.
         write: The function.
-        tensors: What it writes, in the order of writing. All processes read the trainer's arrays
-            together.
+        tensors: What it writes, in the order of writing. Processes that share the trainer's state
+            read its arrays together.
 
     Raises:
         Exception: If the function raises one; see `distributed.in_first`.
     """
     if not isinstance(trainer, Trainer):
         write(tensors)
+        return
+    if trainer.processes.count == 1 or trainer.plan.num_copies > 1:
+        distributed.in_first(lambda: write(tensors), trainer)
         return
     unread = deque(x.array for x in tensors if isinstance(x.array, ComputedArray))
 
