@@ -23,6 +23,7 @@ import pytest
 
 import megatrain_jax as mt
 from cables import Hosts, can_make_hosts
+from forked import Forked
 from megatrain_jax._src.common.object_paths import path_of
 from megatrain_jax._src.engine.checkpoint import folder as folders
 from object_server import BUCKET, s3_server
@@ -91,11 +92,14 @@ class Runs:
         own |= {"XLA_FLAGS": "", **self._environment, **{k: str(v) for k, v in variables.items()}}
         running, files = [], [work / f"printed-{i}" for i in range(count)]
         for i in range(count):
-            command = [sys.executable, str(SCRIPT), str(i), *arguments]
-            command = hosts.on(i, command) if hosts else command
+            command, environment = [str(SCRIPT), str(i), *arguments], {**os.environ, **own}
+            if not hosts:
+                running.append(Forked(command, environment, files[i]))
+                continue
             with files[i].open("w") as file:
                 streams = {"stdout": file, "stderr": subprocess.STDOUT}
-                running.append(subprocess.Popen(command, env={**os.environ, **own}, **streams))
+                command = hosts.on(i, [sys.executable, *command])
+                running.append(subprocess.Popen(command, env=environment, **streams))
         try:
             # The others may not come to it, because they wait for the victim.
             reached = work / f"reached-{victim}"
@@ -131,7 +135,7 @@ class Runs:
         assert final == undisturbed(self._count, "COPIES" in self._environment)
 
 
-def _ended(running: list[subprocess.Popen]) -> bool:
+def _ended(running: list[Any]) -> bool:
     return all(process.poll() is not None for process in running)
 
 
