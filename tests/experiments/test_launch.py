@@ -24,6 +24,8 @@ from places import ROOT
 FOLDER = ROOT / "experiments" / "launch"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
 SECONDS = 300
+# Those of a job that gets a signal after ten have to last until it arrives.
+STEPS, STEPS_OF_JOB = 12, 100
 PODS = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 
 
@@ -106,7 +108,7 @@ def given(tmp_path: Path) -> dict[str, str]:
         "length": 32,
         "batch": 4,
         "epochs": None,
-        "steps": 400,
+        "steps": STEPS,
         "checkpoint_every": 10,
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
@@ -151,6 +153,8 @@ def free_port() -> int:
 @pytest.mark.exhaustive
 def test_a_job_of_slurm_is_requeued_and_continues_on_fewer_hosts(tmp_path, given):
     given |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_RESTART_COUNT": "0"}
+    settings = yaml.safe_load((tmp_path / "run.yaml").read_text()) | {"steps": STEPS_OF_JOB}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     first = script("slurm.sh", tmp_path, given)
     printed = first.communicate(timeout=SECONDS)[0]
     assert first.returncode == 143, printed
@@ -161,7 +165,7 @@ def test_a_job_of_slurm_is_requeued_and_continues_on_fewer_hosts(tmp_path, given
     assert again.returncode == 0, printed
     notes = json.loads((tmp_path / "run/notes.json").read_text())
     assert notes["began"] == f"1 {saved + 1}"
-    assert [r["step"] for r in report(tmp_path)["history"]] == [*range(1, 401)]
+    assert [r["step"] for r in report(tmp_path)["history"]] == [*range(1, STEPS_OF_JOB + 1)]
 
 
 @pytest.mark.exhaustive
@@ -170,7 +174,7 @@ def test_hosts_are_started_by_hand(tmp_path, given):
     hosts = [script("by_hand.sh", tmp_path, given, str(i)) for i in range(2)]
     printed = [host.communicate(timeout=SECONDS)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], printed
-    assert "2 processes" in printed[0] and report(tmp_path)["steps"] == 400
+    assert "2 processes" in printed[0] and report(tmp_path)["steps"] == STEPS
 
 
 @pytest.mark.exhaustive
@@ -180,7 +184,7 @@ def test_torchrun_starts_a_process_for_each_gpu(tmp_path, given):
     host = script("torchrun.sh", tmp_path, given)
     printed = host.communicate(timeout=SECONDS)[0]
     assert host.returncode == 0, printed
-    assert "2 processes" in printed and report(tmp_path)["steps"] == 400
+    assert "2 processes" in printed and report(tmp_path)["steps"] == STEPS
 
 
 @pytest.mark.exhaustive

@@ -15,6 +15,7 @@ from unittest import mock
 
 import jax
 
+from contexts import shared_contexts
 from megatrain_jax._src.lm.cli.main import main
 from megatrain_jax._src.lm.cli.run_report import ProgressLines
 
@@ -40,9 +41,10 @@ def status(arguments: list[str], stop: int | None) -> int:
 
 def run() -> None:
     found = []
-    for number, (arguments, stop) in enumerate(json.loads(sys.argv[1])):
-        print(f"\n{BEGINS}{number}", flush=True)
-        found.append(status(arguments, stop))
+    with shared_contexts():
+        for number, (arguments, stop) in enumerate(json.loads(sys.argv[1])):
+            print(f"\n{BEGINS}{number}", flush=True)
+            found.append(status(arguments, stop))
     Path(os.environ["RESULT"]).write_text(json.dumps(found))
 
 
