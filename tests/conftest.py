@@ -179,6 +179,15 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str) -> Any:
     return made
 
 
+def draw_of(item: pytest.Item) -> str:
+    """What is drawn for a test: itself, or all that wait for the same processes."""
+    if mark := item.get_closest_marker("together"):
+        for fixture in mark.args:
+            if fixture in getattr(item, "fixturenames", ()):
+                return f"{item.nodeid.split('::')[0]}::{fixture}"
+    return item.nodeid
+
+
 @pytest.hookimpl(trylast=True)  # after tests were deselected by -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With `--draw`, runs a quarter of the exhaustive tests, and all tests in a random order.
@@ -186,9 +195,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Files stay together, since their tests share fixtures, and so do the cases of a test.
     """
     if seed := str(config.getoption("--draw")):
-        exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
-        kept = drawn(seed, [item.nodeid for item in exhaustive], -(-len(exhaustive) // 4))
-        left_out = {item for item in exhaustive if item.nodeid not in kept}
+        draws = {item: draw_of(item) for item in items if item.get_closest_marker("exhaustive")}
+        kept = drawn(seed, {*draws.values()}, -(-len({*draws.values()}) // 4))
+        left_out = {item for item, draw in draws.items() if draw not in kept}
         if left_out:
             config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]

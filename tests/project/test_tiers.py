@@ -26,6 +26,24 @@ TESTS = """
         pass
 """
 
+TOGETHER = """
+    import pytest
+
+    pytestmark = [pytest.mark.exhaustive, pytest.mark.together("shared")]
+
+    @pytest.fixture
+    def shared():
+        pass
+
+    @pytest.mark.parametrize("n", range(9))
+    def test_both(shared, n):
+        pass
+
+    @pytest.mark.parametrize("n", range(7))
+    def test_alone(n):
+        pass
+"""
+
 
 class Plugin:
     """The part of the tests' own configuration that sorts tests into tiers."""
@@ -67,6 +85,13 @@ def test_a_seed_draws_a_quarter_of_the_exhaustive_tests(selected):
     some = [selected(TESTS, "-m", "exhaustive", "--draw", seed) for seed in ("a", "b", "a")]
     assert all(len(names) == 8 and set(names) <= set(every) for names in some)
     assert some[0] == some[2] != some[1]
+
+
+def test_tests_that_share_a_fixture_are_drawn_together(selected):
+    found = [selected(TOGETHER, "-m", "exhaustive", "--draw", str(seed)) for seed in range(12)]
+    shared = [sum(name.startswith("test_both") for name in names) for names in found]
+    assert {*shared} == {0, 9}
+    assert all(len(names) == (10 if many else 2) for many, names in zip(shared, found, strict=True))
 
 
 def test_a_seed_orders_tests_and_keeps_the_cases_of_each_together(selected):

@@ -32,6 +32,7 @@ from processes import BEGINS
 from runs import check_same_bits
 from zoo import CASES
 
+pytestmark = pytest.mark.together("both")
 SCRIPT = HELPERS / "processes.py"
 SECONDS = 240
 # Statistics of as many features as could be rows of the batch are one of them.

@@ -25,7 +25,7 @@ from places import HELPERS
 
 SECONDS = 400
 # The first test waits for the runs of all.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.together("runs")]
 
 
 @dataclass(frozen=True)
