@@ -308,8 +308,10 @@ def test_a_search_for_advice_plans_no_model_whose_state_fills_the_host(
 
 
 @pytest.mark.by_default("tokens0---host-budget")
-@pytest.mark.parametrize("larger", ["--host", "--host-budget"])
-@pytest.mark.parametrize("tokens", [["--tokens", "1024"], []])
+@pytest.mark.parametrize(
+    ("tokens", "larger"),
+    [(["--tokens", "1024"], "--host-budget"), (["--tokens", "1024"], "--host"), ([], "--host")],
+)
 def test_a_host_too_small_for_the_process_is_told_without_a_search(
     tmp_path, capsys, tokens, larger
 ):

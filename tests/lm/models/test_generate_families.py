@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from drawn import in_turn
 from megatrain_jax import models
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
@@ -72,8 +73,10 @@ def test_tokens_are_the_most_likely_ones(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "phi3"])
+@pytest.mark.parametrize(
+    ("name", "streamed"),
+    in_turn([name for name in KINDS if name != "phi3"], {"resident": False, "streamed": True}),
+)
 def test_beams_move_every_kind_of_cache(
     name: str, streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -15,6 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import megatrain_jax as mt
+from drawn import in_turn
 from megatrain_jax import callbacks, models
 from megatrain_jax._src.lm.models.causal_attention import ImageRows, full_attention
 from megatrain_jax._src.lm.models.decoder import IMAGE_ARRAYS
@@ -113,15 +114,18 @@ def test_logits_and_gradients_are_those_of_transformers(kind, tmp_path):
         assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want), name
 
 
-# Long: all parameters of kinds whose gradients are compared by themselves, and videos, which take
-# the way of images.
+# Long: all parameters of kinds whose gradients are compared by themselves, towers of kinds that
+# others have, and videos, which take the way of images.
 CASES = [
     pytest.param(
         kind,
         trainable,
         id=f"{kind}-{'frozen' if trainable else 'all'}",
         marks=[pytest.mark.long]
-        * (kind.endswith("videos") or (trainable is None and kind in GRADIENTS)),
+        * (
+            kind.endswith(("videos", "-moe" if trainable else "videos"))
+            or (kind in GRADIENTS if trainable is None else kind == "gemma4-plain")
+        ),
     )
     for trainable in (TEXT, None)
     for kind in KINDS
@@ -342,11 +346,21 @@ ADAPTED = r"layers/.*/[qv]_proj"
 IN_TOWERS = r"|vision/tower/.*/(qkv|q_proj|fc1|gate_proj)(/linear)?|vision/projector/.*(fc|embed)"
 
 
+# Long: adapters of the decoder alone, which are among all, but for one kind.
 @pytest.mark.by_default("decoder-gemma3")
 @pytest.mark.parametrize(
-    "kind", ["gemma3", "gemma4", "llama4", "qwen2.5-vl", "qwen3-vl", "qwen2.5-vl-videos"]
+    ("more", "kind"),
+    [
+        pytest.param(
+            more,
+            kind,
+            id=f"{'all' if more else 'decoder'}-{kind}",
+            marks=[pytest.mark.long] * (not more and kind != "gemma3"),
+        )
+        for more in ("", IN_TOWERS)
+        for kind in ("gemma3", "gemma4", "llama4", "qwen2.5-vl", "qwen3-vl", "qwen2.5-vl-videos")
+    ],
 )
-@pytest.mark.parametrize("more", ["", IN_TOWERS], ids=["decoder", "all"])
 def test_adapters_of_a_decoder_with_images(kind, more, tmp_path):
     _, folder = checkpoint(tmp_path / "m", kind)
     pretrained = models.load_pretrained(folder, images=True)
@@ -543,8 +557,10 @@ def test_prompts_of_equal_tokens_have_their_own_images(given):
 
 
 @pytest.mark.by_default("qwen3-vl-streamed", "gemma3-resident")
-@pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "streamed"),
+    in_turn(KINDS, {"resident": False, "streamed": True}, "qwen3-vl-streamed"),
+)
 def test_prompts_with_images_are_continued_as_by_transformers(
     kind, streamed, tmp_path, monkeypatch
 ):
