@@ -352,6 +352,16 @@ def test_adapters_are_advised_only_where_no_form_of_all_parameters_fits(most: in
     assert {*re.findall(r"--[\w-]+", said)} == {*re.findall(r"--[\w-]+", options)}
 
 
+def test_sums_that_need_more_memory_are_no_reason_to_advise_adapters():
+    def is_enough(s: PlanSettings) -> bool:
+        has_wide = s.sums == "float32" and s.precision != "auto"
+        return s.lora_rank is not None or (has_wide and s.length == 2048)
+
+    said = advised(None, False, is_enough, model="m", tokens=16384)
+    assert tells(said, "--precision compact", "--length 2048")
+    assert not any(other in said for other in ("--sums", "--lora-rank"))
+
+
 @pytest.mark.exhaustive
 def test_a_plan_by_name_is_that_of_its_sizes(capsys):
     options = ["--gpu", "NVIDIA GeForce RTX 4090", "--tokens", "2048", "--length", "1024"]

@@ -159,10 +159,10 @@ def advice(plan: mt.Plan, settings: PlanSettings, fits_with: Callable[[PlanSetti
     text = f"not enough {' and '.join(lacking)}."
     every = list(_options(settings, *lacking))
     try:
-        chosen = _chosen(every, settings, is_enough)
+        chosen = _least_intrusive(every, settings, is_enough)
     except ValueError:  # some models can't have adapters
         others = [one for one in every if "lora_rank" not in one.changes]
-        chosen = _chosen(others, settings, is_enough)
+        chosen = _least_intrusive(others, settings, is_enough)
     if not chosen:
         larger = {"host memory": _larger_host(plan), "GPU memory": "a --gpu with more memory"}
         needed = " and ".join(larger[memory] for memory in lacking)
@@ -188,6 +188,22 @@ def _larger_host(plan: mt.Plan) -> str:
     """The option that limits a plan's host memory, for a sentence on what it needs."""
     limit = "--host-budget" if plan.host_budget == plan.host_process_limit else "--host"
     return f"a larger {limit}"
+
+
+def _least_intrusive(
+    options: list[_Option], settings: PlanSettings, is_enough: Callable[[Sequence[_Option]], bool]
+) -> list[_Option]:
+    """As `_chosen`, but sums in bfloat16 are left out if less intrusive options suffice then.
+
+    A backward that rounds sums has further numbers in fp32 beside it, so a run may fit only
+    without.
+    """
+    chosen = _chosen(options, settings, is_enough)
+    others = [one for one in options if "sums" not in one.changes]
+    if len(others) == len(options) or chosen and "lora_rank" not in chosen[-1].changes:
+        return chosen
+    both = filter(None, (chosen, _chosen(others, settings, is_enough)))
+    return min(both, key=lambda those: options.index(those[-1]), default=[])
 
 
 def _chosen(
