@@ -156,6 +156,18 @@ def test_numbers_of_a_file_are_named_with_it(value: Any):
         outside.integer(Path("a/config.json"), "size", 6, least=7)
 
 
+def test_arguments_that_go_together_are_named():
+    pair = ("disk_read_bytes_per_s", "disk_write_bytes_per_s")
+    given: dict[str, Any] = {"name": "m", "link_bytes_per_s": 1.0, "flops_per_s": 1.0}
+    for name in pair:
+        with refuses(ValueError, *(f"`{each}`" for each in pair)):
+            mt.Hardware(**(given | {name: 1e9}))
+    both = mt.Hardware(**(given | dict.fromkeys(pair, 1e9)))
+    assert both.disk_read_bytes_per_s == both.disk_write_bytes_per_s == 1e9
+    with refuses(ValueError, "`disk_budget`", 2**30, "`disk_dir`"):
+        Options(disk_budget=2**30)
+
+
 def test_a_number_too_large_for_a_float_or_an_id_is_out_of_bounds():
     for value in (10**400, -(10**400), float("inf")):
         with refuses(ValueError, "a:", "`size`", "finite"), outside.naming("a"):

@@ -228,6 +228,12 @@ def test_arguments_come_in_place_of_variables():
         distributed.find_place({}, BY_HAND | {"process_id": 3})
 
 
+def test_a_port_that_is_given_is_taken_under_open_mpi():
+    launches = [find_launch({**OPEN_MPI, **more}) for more in ({}, {"MASTER_PORT": "29500"})]
+    (host, port), (same, given) = (launch.address.rsplit(":", 1) for launch in launches)  # type: ignore[union-attr]
+    assert host == same and given == "29500" != port
+
+
 @pytest.mark.parametrize(
     ("given", "error"),
     [

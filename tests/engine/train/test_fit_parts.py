@@ -183,6 +183,22 @@ def test_wrong_batches_are_named_by_path(
         check_batch(batch, microbatches)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"), [("int64", -(2**31), 2**31 - 1), ("uint64", 0, 2**32 - 1)]
+)
+def test_integers_that_jax_would_change_are_refused(dtype: str, least: int, most: int):
+    check_batch({"ids": np.array([[least, most]], dtype)})
+    check_batch({"ids": np.zeros((4, 0), dtype)})
+    for wrong in (least - 1, most + 1):
+        if wrong < 0 and dtype == "uint64":
+            continue
+        batch = {"ids": np.array([[0, wrong]], dtype)}
+        with refuses(ValueError, "batch['ids']", dtype, wrong):
+            check_batch(batch)
+        with jax.enable_x64(True):
+            check_batch(batch)
+
+
 def test_right_batches_pass():
     pair = np.zeros((4, 2), np.int32), jnp.zeros((4,), jnp.bfloat16)
     keys = {"key": jax.random.split(jax.random.key(0), 4), "none": None}

@@ -588,3 +588,20 @@ def test_two_steps_are_in_flight_at_most():
         trainer.step(small.batch(seed))
         found.append(unread_of(trainer)[0])
     assert max(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("after", "named"),
+    [
+        ({"b": jnp.zeros(2)}, ["structure", "a", "b"]),
+        ({"a": jnp.zeros(3)}, ["state['a']", "float32[2]", "float32[3]"]),
+        ({"a": jnp.zeros(2, jnp.int32)}, ["state['a']", "float32[2]", "int32[2]"]),
+    ],
+    ids=["structure", "shape", "dtype"],
+)
+def test_an_optimizer_whose_state_changes_its_form_is_refused(after, named):
+    optimizer = optax.GradientTransformation(
+        lambda params: {"a": jnp.zeros(2)}, lambda updates, state, params=None: (updates, after)
+    )
+    with refuses(ValueError, "optimizer", *named):
+        mt.Trainer(small.params(), small.loss_fn, optimizer, small.batch(0), progress=False)
