@@ -160,9 +160,11 @@ def test_arguments_that_go_together_are_named():
     pair = ("disk_read_bytes_per_s", "disk_write_bytes_per_s")
     given: dict[str, Any] = {"name": "m", "link_bytes_per_s": 1.0, "flops_per_s": 1.0}
     for name in pair:
+        one: dict[str, Any] = given | {name: 1e9}
         with refuses(ValueError, *(f"`{each}`" for each in pair)):
-            mt.Hardware(**(given | {name: 1e9}))
-    both = mt.Hardware(**(given | dict.fromkeys(pair, 1e9)))
+            mt.Hardware(**one)
+    two: dict[str, Any] = given | dict.fromkeys(pair, 1e9)
+    both = mt.Hardware(**two)
     assert both.disk_read_bytes_per_s == both.disk_write_bytes_per_s == 1e9
     with refuses(ValueError, "`disk_budget`", 2**30, "`disk_dir`"):
         Options(disk_budget=2**30)
