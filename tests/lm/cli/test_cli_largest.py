@@ -118,8 +118,12 @@ def test_repeated_layers_are_those_of_the_whole_model():
         ("Qwen3-4B", {"gpu": "RTX 4090", "host": "48GiB", "disk": "7GB/s"}),
         ("Qwen2.5-0.5B", {"optimizer": "muon", "precision": "compact"}),
         ("Llama-3.2-1B", {"microbatches": 8, "clip": None}),
-        *((name, {}) for name in ("OLMo-2-1B", "Phi-2", "Falcon3-1B", "Granite-3.1-2B")),
-        *((name, {}) for name in ("SmolLM3-3B", "Gemma-2-2B", "GLM-4-9B-0414", "Phi-3-mini")),
+        # Windows, layers without rotary embeddings, norms behind, attention beside the MLP.
+        *((name, {}) for name in ("Gemma-2-2B", "SmolLM3-3B", "OLMo-2-1B", "Phi-2")),
+        *(
+            pytest.param(name, {}, marks=pytest.mark.long)
+            for name in ("Falcon3-1B", "Granite-3.1-2B", "GLM-4-9B-0414", "Phi-3-mini")
+        ),
     ],
 )
 def test_plans_by_few_layers_equal_those_of_all(name, changes, monkeypatch):
