@@ -201,6 +201,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if left_out:
             config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+        # Those that wait for processes begin, as they take long and another worker, which takes
+        # tests from the end, would start the processes again.
         items.sort(
-            key=lambda item: [digest(seed, str(item.path)), digest(seed, item.nodeid.split("[")[0])]
+            key=lambda item: [
+                draw_of(item) == item.nodeid,
+                digest(seed, str(item.path)),
+                digest(seed, item.nodeid.split("[")[0]),
+            ]
         )
