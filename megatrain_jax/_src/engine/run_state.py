@@ -135,8 +135,7 @@ class RunState:
         if self.by_hand.are_waiting:
             self.training.settle_all()
         with deferred_interrupt(), self.store.placement.outside_meshes():
-            self.training.check_whole()
-            self.engine.flush()
+            self.training.flush()
 
     @contextlib.contextmanager
     def _read_by_all(self, what: str, kind: Kind) -> Iterator[None]:

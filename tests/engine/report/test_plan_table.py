@@ -21,6 +21,13 @@ from plans import BALANCED, GIB, big_plan, layers_spec, row, small_plan
 from quantities import has_row, title_of
 
 
+def test_what_all_parameters_would_take_if_trained_counts_what_rests_on_disks():
+    memory = big_plan(num_frozen=6 * 10**9, frozen_bytes=24 * GIB)
+    disk = replace(memory, host_bytes=memory.host_bytes - 80 * GIB, disk_bytes=80 * GIB)
+    rows = [next(x for x in str(p).splitlines() if "not trained" in x) for p in (memory, disk)]
+    assert rows[0] == rows[1]
+
+
 def test_table_of_text():
     text = str(big_plan())
     lines = text.splitlines()

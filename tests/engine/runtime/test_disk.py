@@ -622,7 +622,7 @@ def test_space_is_taken_by_writing_where_a_file_system_can_t_reserve_it(
 
 def test_a_folder_that_can_t_be_used_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with state_on_disk(), refuses(OSError, "`disk_dir`", "file"):
+    with state_on_disk(), refuses(NotADirectoryError, "`disk_dir`", "file"):
         make_trainer(CASE, OPTIMIZERS["clip_adamw"], disk_dir=tmp_path / "file")
 
 

@@ -420,3 +420,21 @@ def test_an_evaluation_that_fails_leaves_nothing_behind(monkeypatch):
                 trainer.evaluate([case.batch(1)])
         assert not store.on_device and {key.kind for key in store.host} == set(LASTING)
     assert waiting and trainer.evaluate([case.batch(1)]) == expected
+
+
+def test_an_error_in_the_last_updates_of_a_step_loses_the_state_until_one_is_restored(
+    monkeypatch, tmp_path
+):
+    trainer = make_trainer(CASE, OPTIMIZERS["clip_adamw"])
+    trainer.save(tmp_path / "before")
+    trainer.step(CASE.batch(0))
+    update = Engine._update
+    monkeypatch.setattr(Engine, "_update", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.flush()
+    monkeypatch.setattr(Engine, "_update", update)
+    for act in (trainer.flush, lambda: trainer.params, lambda: trainer.step(CASE.batch(1))):
+        with pytest.raises(RuntimeError, match="lost.* step 1 "):
+            act()
+    trainer.restore(tmp_path / "before")
+    assert trainer.read(trainer.step(CASE.batch(0)))["loss"] > 0

@@ -232,8 +232,9 @@ def total_cells(plan: Plan) -> list[list[str]]:
     within = "the minimum" if budget is None else f"of a budget of {size(budget)}"
     if plan.num_frozen:
         trained = plan.num_parameters - plan.num_frozen
-        # Host bytes if every parameter were trained, at the average bytes per trained parameter.
-        whole = (plan.host_bytes - plan.frozen_bytes) * plan.num_parameters // max(1, trained)
+        # Bytes if every parameter were trained, at the average bytes per trained parameter.
+        resting = plan.host_bytes + plan.disk_bytes - plan.frozen_bytes
+        whole = resting * plan.num_parameters // max(1, trained)
         saved = f"{size(plan.frozen_bytes)}; at rest all trained takes {size(whole)}"
         frozen = [["parameters not trained", short(plan.num_frozen), saved]]
     else:

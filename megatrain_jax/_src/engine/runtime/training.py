@@ -88,11 +88,9 @@ class Training:
 
     def dispatch(self, step: BoundStep, batch: Sequence[jax.Array]) -> StepMetrics:
         """Dispatches a step on a batch that is on the device."""
-        # Set before, and reset after: if anything interrupts the dispatch, some groups may be
-        # updated and some not, and it is unknown which.
-        self.lost = f"an error cut step {self.num_steps + 1} off while it was dispatched"
-        metrics = StepMetrics(self._engine.train(step, batch))
-        self.lost = self.partial = None
+        with self._lost_unless_done(f"step {self.num_steps + 1} off while it was dispatched"):
+            metrics = StepMetrics(self._engine.train(step, batch))
+        self.partial = None
         self.num_steps += 1
         for name, position in self._hyperparameters.items():
             shown = name if name not in metrics else f"hyperparams.{name}"
@@ -101,6 +99,23 @@ class Training:
         metrics.healthy, metrics.group_ok = self._engine.store.ok, self._engine.group_ok
         self._in_flight.append(metrics)
         return metrics
+
+    def flush(self) -> None:
+        """Applies pending updates and brings all state to rest; see `Engine.flush`.
+
+        Raises:
+            RuntimeError: See `check_whole`.
+        """
+        self.check_whole()
+        with self._lost_unless_done(f"the updates of step {self.num_steps} off"):
+            self._engine.flush()
+
+    @contextmanager
+    def _lost_unless_done(self, what: str) -> Iterator[None]:
+        """Marks the state as lost if the body doesn't end: nobody knows which groups it updated."""
+        self.lost = f"an error cut {what}"
+        yield
+        self.lost = None
 
     def limit_steps_in_flight(self) -> None:
         """Waits until at most one step is in flight.
