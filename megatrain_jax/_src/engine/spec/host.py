@@ -403,7 +403,11 @@ def _with_disk(spec: RunSpec, num_processes: int, processes_per_host: int) -> st
     unlimited = dataclasses.replace(spec, options=dataclasses.replace(options, disk_budget=None))
     found = fit_with_disk(unlimited, num_processes, processes_per_host)
     if found is None:
-        return " `disk_dir` can't free enough." if options.disk_folders else ""
+        return (
+            " All this is without `disk_dir`, which can't free enough."
+            if options.disk_folders
+            else ""
+        )
     step = found.first
     num_bytes = step.num_devices * sum(map(step.workload.size, found.on_disk))
     if options.disk_bytes is not None:
