@@ -189,7 +189,7 @@ class Drives(Storage):
         self._buffers = threading.local()
         for folder in self._folders:
             with _told(folder, "can't be used"):
-                if folder.is_symlink() or folder.exists():
+                if os.path.lexists(folder):
                     os.stat(f"{folder}/.")  # or `mkdir` says of a file that it exists
                 folder.mkdir(parents=True, exist_ok=True)
                 self._files.append(_unnamed_file(folder))

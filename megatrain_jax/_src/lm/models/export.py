@@ -20,7 +20,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -287,47 +286,53 @@ def save_pretrained(
             write_end_tokens(at, copied.get(hf_folder.GENERATION_CONFIG), config, learned)
             write_chat_template(at, chat_template)
 
-    written_once(trainer, write, tensors)
+    _written_from_all(trainer, write, tensors)
     return folder
 
 
-def written_once(
-    trainer: Trainer | Decoder | Pretrained,
-    write: Callable[[Sequence[NamedTensor]], None],
-    tensors: Sequence[NamedTensor] = (),
-) -> None:
+def written_once(trainer: Trainer | Decoder | Pretrained, write: Callable[[], None]) -> None:
     """Calls a function that writes: of processes that share the trainer, in the first one only.
-
-    Args:
-        trainer: The trainer, or what no other process has.
-        write: The function.
-        tensors: What it writes, in the order of writing. Processes that share the trainer's state
-            read its arrays together.
 
     Raises:
         Exception: If the function raises one; see `distributed.in_first`.
     """
-    if not isinstance(trainer, Trainer):
-        write(tensors)
-        return
-    if trainer.processes.count == 1 or trainer.plan.num_copies > 1:
-        distributed.in_first(lambda: write(tensors), trainer)
-        return
-    unread = deque(x.array for x in tensors if isinstance(x.array, ComputedArray))
+    if isinstance(trainer, Trainer):
+        distributed.in_first(write, trainer)
+    else:
+        write()
 
-    def read(dtype: Any) -> np.ndarray:
-        return np.asarray(unread.popleft(), dtype)
+
+def _written_from_all(
+    trainer: Trainer | Decoder | Pretrained,
+    write: Callable[[Sequence[NamedTensor]], None],
+    tensors: Sequence[NamedTensor],
+) -> None:
+    """Calls a function in the first process, as `written_once`, that writes tensors in their order.
+
+    Processes that share the trainer's state read its arrays together.
+    """
+    if (
+        not isinstance(trainer, Trainer)
+        or trainer.processes.count == 1
+        or trainer.plan.num_copies > 1
+    ):
+        written_once(trainer, lambda: write(tensors))
+        return
+    unread = iter([x.array for x in tensors if isinstance(x.array, ComputedArray)])
 
     def noted(tensor: NamedTensor) -> NamedTensor:
         array = tensor.array
         if not isinstance(array, ComputedArray):
             return tensor
-        return replace(tensor, array=ComputedArray(tensor.name, array.shape, array.dtype, read))
+        read = ComputedArray(
+            tensor.name, array.shape, array.dtype, lambda dtype: np.asarray(next(unread), dtype)
+        )
+        return replace(tensor, array=read)
 
     def read_rest() -> None:
         with getting_on("reading for an export"):
-            while unread:
-                read(None)
+            for array in unread:
+                np.asarray(array)
 
     def write_all() -> None:
         try:
@@ -337,7 +342,7 @@ def written_once(
 
     if not trainer.processes.is_first:
         read_rest()
-    distributed.in_first(write_all, trainer)
+    written_once(trainer, write_all)
 
 
 def check_chat_template(given: Any) -> None:

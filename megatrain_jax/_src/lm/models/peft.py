@@ -495,7 +495,7 @@ def save_lora(
         settings_file = hf_folder.own_file(base, hf_folder.GENERATION_CONFIG)
     learned = trainer.end_tokens if isinstance(trainer, Trainer) else ()
 
-    def write(_: object) -> None:
+    def write() -> None:
         with export.atomic_folder(folder, overwrite=overwrite) as at:
             save_file(tensors, at / "adapter_model.safetensors", metadata={"format": "pt"})
             (at / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
